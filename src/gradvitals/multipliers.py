@@ -76,7 +76,9 @@ class Multiplier(nn.Module):
         # In half precision, a number near 1 cannot change by less than 0.4%.
         dtype = torch.promote_types(weight.dtype, torch.float32)
         for name in PARTS[kind]:
-            ones = torch.ones(_part_shape(name, weight.shape), dtype=dtype, device=weight.device)
+            own = {"row": 0, "column": 1}.get(name)
+            shape = [size if axis == own else 1 for axis, size in enumerate(weight.shape)] if name != "scale" else []
+            ones = torch.ones(shape, dtype=dtype, device=weight.device)
             self.register_parameter(name, nn.Parameter(ones))
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -106,12 +108,6 @@ def _multiplied(weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         if name in parts:
             product = product * parts[name]
     return product.to(weight.dtype)
-
-
-def _part_shape(name: str, shape: torch.Size) -> tuple[int, ...]:
-    if name == "scale":
-        return ()
-    return tuple(size if axis == (0 if name == "row" else 1) else 1 for axis, size in enumerate(shape))
 
 
 def plain_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -324,16 +320,17 @@ def _is_default(place: _Place) -> bool:
         place.weight.dim() > 1
         and place.weight.requires_grad
         and not _is_parametrized(place)
-        and all("weight" in attribute and not _embeds_or_norms(owner) for owner, attribute in place.owners)
+        and all(
+            "weight" in attribute
+            and not isinstance(owner, (nn.Embedding, nn.EmbeddingBag))
+            and "norm" not in type(owner).__name__.lower()
+            for owner, attribute in place.owners
+        )
     )
 
 
 def _is_parametrized(place: _Place) -> bool:
     return any(parametrize.is_parametrized(owner, attribute) for owner, attribute in place.owners)
-
-
-def _embeds_or_norms(owner: nn.Module) -> bool:
-    return isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) or "norm" in type(owner).__name__.lower()
 
 
 def _attached(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Multiplier]]:

@@ -10,9 +10,9 @@ import copy
 import math
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -42,6 +42,9 @@ WITH_TOTAL: tuple[Source, ...] = (*SAME_WEIGHTS, "adam")
 
 MISSING_AFTER = 100
 """Steps without a GSNR to act on after which that is printed, once."""
+
+KEPT = ("loss", "grad/spike_ratio", "gsnr", "gsnr_low", "gsnr_high")
+"""The values of a reading that schedules use."""
 
 
 # -- factors on the learning rate --------------------------------------------------------------------------------
@@ -83,11 +86,10 @@ class LRFactors:
         for group in optimizer.param_groups:
             lr = group.get("lr")
             if isinstance(lr, Tensor):
-                if id(lr) in done:  # groups built from one default share the tensor
-                    continue
-                done.add(id(lr))
-                self._undo.append((group, lr, lr.detach().clone()))
-                lr.mul_(factor)  # in place: compiled and captured steps read this very tensor
+                if id(lr) not in done:  # groups built from one default share the tensor
+                    done.add(id(lr))
+                    self._undo.append((group, lr, lr.detach().clone()))
+                    lr.mul_(factor)  # in place: compiled and captured steps read this very tensor
             elif lr is not None:
                 group["lr"] = lr * factor
                 self._undo.append((group, group["lr"], lr))
@@ -116,13 +118,8 @@ def lr_factors(optimizer: torch.optim.Optimizer) -> LRFactors:
 def optimizer_of(given: Any, taker: str) -> torch.optim.Optimizer:
     """The optimizer that was given, or that a given scheduler or wrapper belongs to."""
     found = given
-    for _ in range(3):
-        if isinstance(found, torch.optim.Optimizer) and not hasattr(found, "optimizer"):
-            return found
-        # Accelerate wraps both: its optimizer has an `optimizer`, its scheduler a `scheduler`.
-        inner = getattr(found, "optimizer", getattr(found, "scheduler", None))
-        if inner is None:
-            break
+    # Accelerate wraps both: its optimizer has an `optimizer`, its scheduler a `scheduler`.
+    while (inner := getattr(found, "optimizer", getattr(found, "scheduler", None))) is not None:
         found = inner
     if isinstance(found, torch.optim.Optimizer):
         return found
@@ -131,158 +128,100 @@ def optimizer_of(given: Any, taker: str) -> torch.optim.Optimizer:
     )
 
 
-# -- what schedules ask of the Monitor ---------------------------------------------------------------------------
+# -- what the two schedulers share -------------------------------------------------------------------------------
 
 
-class ReadingQueue:
-    """The readings of a Monitor, each handed out a fixed number of steps after its own.
+@dataclass(eq=False, repr=False)
+class _Scheduler:
+    """Follows the GSNR of a run, and keeps the actions and the state.
 
-    A reading is finished a moment after its step, depending on the machine. At each step `take` returns everything up
-    to `lag` steps before it, no more and no less, and waits for a reading that has not arrived.
-
-    Args:
-        monitor: Whose readings.
-        lag: Steps from a reading to the moment it is handed out. With 0 the training thread waits every time.
+    A reading is finished a moment after its step, depending on the machine. So a look takes all readings that are `lag`
+    steps old, no more and no less, and waits for one that has not arrived.
     """
 
-    KEPT = ("loss", "grad/spike_ratio", "gsnr", "gsnr_low", "gsnr_high")
-    """The values that schedules use."""
+    monitor: Monitor
+    look_every: int = field(default=10, kw_only=True)
+    lag: int = field(default=10, kw_only=True)
+    actions: list[Action] = field(default_factory=list, init=False)
+    """What was done or proposed so far, oldest first."""
 
-    def __init__(self, monitor: Monitor, *, lag: int) -> None:
-        self._monitor, self._lag = monitor, lag
-        queue = self._queue = deque[Reading](maxlen=4096)  # for a loop that never takes any
-        if monitor.ranks is not None:  # else ranks send their numbers only now and then
-            monitor.recorder.read_every_step()
+    _state: Any = field(init=False)
+    """What `state_dict` saves of the subclass, a dataclass."""
+    _sources: tuple[Source, ...] = field(default=SAME_WEIGHTS, init=False)
+    """Those that count, the best first. Values of two sources or two batch sizes are never compared."""
+    _queue: deque[Reading] = field(init=False)
+    """Readings that no look has taken yet."""
+    _offered: set[str] = field(default_factory=set, init=False)
+    """All sources that had a GSNR of the whole model."""
+
+    def __post_init__(self) -> None:
+        pace = (self.look_every, self.lag)
+        expect(self.look_every >= 1 and self.lag >= 0, "look_every, lag", pace, "1 step or more, and 0 or more")
+        self._averages = Averages(window=self.monitor.config.gsnr_window)
+        queue = self._queue = deque(maxlen=4096)  # for a loop that never takes any
+        if self.monitor.ranks is not None:  # else ranks send their numbers only now and then
+            self.monitor.recorder.read_every_step()
 
         def add(reading: Reading) -> None:
-            values = {name: reading.values[name] for name in ReadingQueue.KEPT if name in reading.values}
+            values = {name: reading.values[name] for name in KEPT if name in reading.values}
             queue.append(replace(reading, values=values, tensors={}, layers={}, heads={}))
 
-        monitor.add_reader(add)
+        self.monitor.add_reader(add)
 
-    def take(self) -> list[list[Reading]]:
+    def _take_readings(self) -> Iterator[list[Reading]]:
         """The readings that are due now, one list per step."""
-        last = self._monitor.step - 1 - self._lag
+        last = self.monitor.step - 1 - self.lag
         if last >= 0 and not (self._queue and self._queue[-1].step > last):
-            self._monitor.flush()
+            self.monitor.flush()
         steps: dict[int, list[Reading]] = {}
         while self._queue and self._queue[0].step <= last:
             reading = self._queue.popleft()
             steps.setdefault(reading.step, []).append(reading)
-        return list(steps.values())
+        yield from steps.values()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was not handed out yet."""
-        self._monitor.flush()
-        return {"waiting": [reading.to_json() for reading in self._queue.copy()]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state; what is queued now belongs to steps that no longer count."""
-        self._monitor.flush()
-        self._queue.clear()
-        self._queue.extend(Reading.from_json(reading) for reading in state["waiting"])
-
-
-@dataclass
-class GSNREvidence:
-    """The GSNR to act on: averages of one source at one batch size.
-
-    Args:
-        sources: Those that count, the best first. Values of two sources or two batch sizes are never compared: if the
-            better one appears or the size changes, averages start anew.
-        window: Readings that the Monitor averages over.
-    """
-
-    sources: tuple[Source, ...] = SAME_WEIGHTS
-    window: int = 20
-    averages: Averages = field(init=False)
-    offered: set[str] = field(default_factory=set, init=False)
-    """All sources that had a GSNR of the whole model."""
-
-    def __post_init__(self) -> None:
-        self.averages = Averages(window=self.window)
-
-    def take(self, readings: Sequence[Reading]) -> Average | None:
-        """The new average after the readings of one step, if there is one.
+    def _average(self, readings: Sequence[Reading]) -> Average | None:
+        """The new average of the GSNR after the readings of one step, if there is one.
 
         An interval below zero is ignored. No GSNR is negative, but Adam's moments read so while gradients shrink.
         """
         by_source = {reading.source: reading for reading in readings}
         general = by_source.get(None, Reading(step=readings[0].step, time=readings[0].time))
-        known = [r for r in readings if r.source and math.isfinite(r.values.get("gsnr", math.nan))]
-        self.offered.update(str(reading.source) for reading in known)
-        best = next((r for source in self.sources for r in known if r.source == source), None)
-        average = None if best is None else self.averages.take(best, general)
+        known = {r.source: r for r in readings if r.source and math.isfinite(r.values.get("gsnr", math.nan))}
+        self._offered.update(map(str, known))
+        best = next((known[source] for source in self._sources if source in known), None)
+        average = None if best is None else self._averages.take(best, general)
         return None if average is None or math.isnan(average.low) or not average.high >= 0 else average
 
-    @property
-    def source(self) -> str:
-        """The source in use; empty before there is one."""
-        return self.averages.source
-
-    def missing(self) -> str:
+    def _missing(self) -> str:
         """Why there is nothing to act on."""
-        needed = " or ".join(self.sources)
-        have = f"the run has only {', '.join(sorted(self.offered))}" if self.offered else "the run has none so far"
+        have = f"the run has only {', '.join(sorted(self._offered))}" if self._offered else "the run has none so far"
         fix = "accumulate gradients over two or more micro-batches per step"
-        if "adam" in self.offered:
+        if "adam" in self._offered:
             fix += ', or pass source="adam" and read about its limits'
-        return f"no GSNR from {needed} to act on ({have}); {fix}"
-
-    def state_dict(self) -> dict[str, Any]:
-        """All averages, as plain values."""
-        return {"averages": asdict(self.averages), "offered": sorted(self.offered)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.averages = Averages(**{**state["averages"], "window": self.window})
-        self.offered = set(state["offered"])
-
-
-class _Model:
-    """A dataclass that decides for a scheduler. Its state is all fields that are not settings."""
-
-    def state_dict(self) -> dict[str, Any]:
-        values = asdict(self)  # type: ignore[call-overload]
-        return {f.name: values[f.name] for f in fields(self) if not f.init}  # type: ignore[arg-type]
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in copy.deepcopy(dict(state)).items():
-            setattr(self, name, Series(**value) if name == "losses" else value)
-
-
-class _Scheduler:
-    """What the two schedulers share: their readings, their actions and their state."""
-
-    def __init__(self, monitor: Monitor, model: _Model, sources: tuple[Source, ...], look_every: int, lag: int) -> None:
-        expect(look_every >= 1 and lag >= 0, "look_every, lag", (look_every, lag), "1 step or more, and 0 or more")
-        self.actions: list[Action] = []
-        """What was done or proposed so far, oldest first."""
-        self._monitor, self._model, self._look_every = monitor, model, look_every
-        self._evidence = GSNREvidence(sources, window=monitor.config.gsnr_window)
-        self._queue = ReadingQueue(monitor, lag=lag)
+        return f"no GSNR from {' or '.join(self._sources)} to act on ({have}); {fix}"
 
     def _add(
         self, note: str, kind: str, finding: str, reason: str, before: Any, after: Any, *, taken: bool = True
     ) -> None:
-        step = self._monitor.step
+        step = self.monitor.step
         action = Action(kind=kind, step=step, finding=finding, taken=taken, before=before, after=after, reason=reason)
         self.actions.append(action)
         self._print(f"step {step}: {reason} ({note})")
-        self._monitor.record(action)
+        self.monitor.record(action)
 
     def _print(self, text: str) -> None:
         """Print a line to stderr, on the first rank, unless the config is quiet."""
-        if self._monitor.ranks is None or self._monitor.ranks.rank == 0:
-            print_line(text, self._monitor.config.quiet)
+        if self.monitor.ranks is None or self.monitor.ranks.rank == 0:
+            print_line(text, self.monitor.config.quiet)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs so that the same readings lead to the same decisions. Waits for readings."""
+        self.monitor.flush()
         return {
             "version": STATE_VERSION,
-            "model": self._model.state_dict(),
-            "evidence": self._evidence.state_dict(),
-            "queue": self._queue.state_dict(),
+            "model": asdict(self._state),
+            "evidence": {"averages": asdict(self._averages), "offered": sorted(self._offered)},
+            "queue": {"waiting": [reading.to_json() for reading in self._queue.copy()]},
             "actions": [action.to_json() for action in self.actions],
         }
 
@@ -290,217 +229,55 @@ class _Scheduler:
         """Continue from a saved state; load the Monitor's, the optimizer's and the other scheduler's as well."""
         if state.get("version") != STATE_VERSION:
             raise RunError(f"the state has version {state.get('version')!r}; this gradvitals reads {STATE_VERSION}")
-        self._model.load_state_dict(state["model"])
-        self._evidence.load_state_dict(state["evidence"])
-        self._queue.load_state_dict(state["queue"])
+        self.monitor.flush()
+        fields = copy.deepcopy(dict(state["model"]))
+        if "losses" in fields:
+            fields["losses"] = Series(**fields["losses"])
+        self._state = type(self._state)(**fields)
+        self._averages = Averages(**{**copy.deepcopy(state["evidence"]["averages"]), "window": self._averages.window})
+        self._offered = set(state["evidence"]["offered"])
+        self._queue.clear()  # what is queued now belongs to steps that no longer count
+        self._queue.extend(Reading.from_json(reading) for reading in state["queue"]["waiting"])
         self.actions = [Action.from_json(action) for action in state["actions"]]
 
 
 # -- the learning rate -------------------------------------------------------------------------------------------
 
 
-class Change(NamedTuple):
-    """A change of the learning rate factor."""
+@dataclass
+class WarmupDecay:
+    """Where a `GSNRScheduler` stands.
 
-    kind: str
-    finding: str
-    reason: str
-    before: dict[str, Any]
-    after: dict[str, Any]
-
-
-@dataclass(kw_only=True)
-class WarmupDecay(_Model):
-    """The factor on the learning rate, as a function of GSNR averages and losses: no torch, no clock, no thread.
-
-    Call `tick` once per step, and `take` with whatever was read, in the order of steps. Steps in averages and in `tick`
-    are the Monitor's; the steps made are counted here, so that a state that went back with the rest of training counts
-    on from there. For the settings see `GSNRScheduler`.
+    Steps made are counted here, so that a state that went back with the rest of training counts on from there; all
+    other steps are the Monitor's.
     """
 
-    warmup_steps: int = 0
-    warmup_start: float = 0.01
-    warmup_in_schedule: bool = False
-    max_extension: int | None = None
-    near_zero: float | None = 0.5
-    decay: float = 1 / 3
-    drop: float = 4.0
-    sudden_drop: float = 3.0
-    plateau: bool = True
-    readings: int = 5
-    in_a_row: int = 3
-    cooldown: int = 500
-    min_factor: float = 0.01
-    made: int = field(default=0, init=False)
-    """Steps of training made."""
-    ramp: int = field(default=0, init=False)
+    made: int = 0
+    ramp: int = 0
     """Steps of the warmup that are done."""
-    held: int = field(default=0, init=False)
+    held: int = 0
     """Steps that the warmup was held for."""
-    holding: bool = field(default=False, init=False)
-    decayed: float = field(default=1.0, init=False)
+    holding: bool = False
+    decayed: float = 1.0
     """Factor of all decays so far."""
-    decayed_at: int = field(default=-1, init=False)
+    decayed_at: int = -1
     """`made` at the last decay; -1 before the first."""
-    floor: int = field(default=0, init=False)
-    """The Monitor's step from which on averages are compared: after the warmup, after the last decay."""
-    best: dict[str, Any] = field(default_factory=dict, init=False)
+    floor: int = 0
+    """The step from which on averages are compared: after the warmup, after the last decay."""
+    best: dict[str, Any] = field(default_factory=dict)
     """The average with the highest lower end since then."""
-    recent: list[dict[str, Any]] = field(default_factory=list, init=False)
+    recent: list[dict[str, Any]] = field(default_factory=list)
     """Averages since then, for the newest one that shares no reading with the present."""
-    faded_for: int = field(default=0, init=False)
-    dropped_for: int = field(default=0, init=False)
-    losses: Series = field(default_factory=Series, init=False)
+    faded_for: int = 0
+    dropped_for: int = 0
+    losses: Series = field(default_factory=Series)
 
-    DECLINE = 2.0
-    """Power of the step number that a GSNR may fall with by itself, as in the rule `sudden_gsnr_drop`."""
-    ENOUGH_LOSSES = 50
-    """Losses needed to see whether they still fall."""
-
-    def __post_init__(self) -> None:
-        expect(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "a number of steps, 0 or more")
-        expect(0 < self.warmup_start <= 1, "warmup_start", self.warmup_start, "a share over 0, up to 1")
-        limit, near = self.max_extension, self.near_zero
-        expect(limit is None or limit >= 0, "max_extension", limit, "a number of steps, 0 or more, or None")
-        expect(near is None or near > 0, "near_zero", near, "a GSNR over 0, or None")
-        expect(0 < self.decay <= 1, "decay", self.decay, "a factor over 0, up to 1 (which turns decay off)")
-        for name in ("drop", "sudden_drop"):
-            expect(getattr(self, name) > 1, name, getattr(self, name), "a factor over 1 that the GSNR falls by")
-        expect(self.readings >= 2, "readings", self.readings, "2 or more: one has no interval")
-        expect(self.in_a_row >= 1, "in_a_row", self.in_a_row, "1 or more")
-        expect(self.cooldown >= 0, "cooldown", self.cooldown, "a number of steps, 0 or more")
-        expect(0 < self.min_factor <= 1, "min_factor", self.min_factor, "a factor over 0, up to 1")
-
-    @property
-    def longest_extension(self) -> int:
-        """Steps that the warmup may be held for."""
-        return 4 * self.warmup_steps if self.max_extension is None else self.max_extension
-
-    @property
-    def warm(self) -> bool:
-        """Whether the warmup is over."""
-        return self.ramp >= self.warmup_steps
-
-    @property
-    def factor(self) -> float:
-        """The factor on the schedule's learning rate in the next step."""
-        warmup = self._ramp_at(self.ramp)
-        if self.warmup_in_schedule:
-            warmup /= self._ramp_at(self.ramp + self.held)
-        return warmup * self.decayed
-
-    def _ramp_at(self, step: int) -> float:
-        total, start = self.warmup_steps, self.warmup_start
-        return 1.0 if step >= total else start + (1 - start) * step / total
-
-    def tick(self, now: int) -> list[Change]:
-        """A step was made; `now` is the Monitor's number of the next one."""
-        self.made += 1
-        if self.warm:
-            return []
-        if self.holding and self.held < self.longest_extension:
-            self.held += 1
-            if self.held < self.longest_extension:
-                return []
-            return [self._resume_warmup(f"the warmup was held for {self.held} steps, which is the limit", {})]
-        self.ramp += 1
-        if self.ramp == self.warmup_steps:
-            self._start_comparing(now)
-        return []
-
-    def take(self, average: Average, source: str, now: int) -> list[Change]:
-        """Decide on a new average; `now` is the Monitor's number of the next step."""
-        if average.count < self.readings:
-            return []
-        return self._extend_warmup(average, source) if not self.warm else self._consider_decay(average, source, now)
-
-    def _extend_warmup(self, average: Average, source: str) -> list[Change]:
-        near = self.near_zero
-        no_signal = average.low <= 0 <= average.high and (near is None or average.high * average.per_step < near)
-        if no_signal == self.holding or self.held >= self.longest_extension:
-            return []
-        shown = _shown(average, source)
-        if not no_signal:
-            return [self._resume_warmup(f"{shown} is above 0: the warmup continues", _figures(average))]
-        self.holding = True
-        most, length = self.longest_extension - self.held, self.warmup_steps + self.held
-        before = {"factor": self.factor, "warmup_steps": length}
-        after = {"factor": self.factor, "warmup_steps": length + most} | _figures(average)
-        held = f"the warmup is held at {self.factor:.3g} of the rate, for at most {most} steps"
-        reason = f"{shown} cannot be distinguished from 0: {held}"
-        return [Change("warmup_extended", "near_zero_initial_gsnr", reason, before, after)]
-
-    def _resume_warmup(self, reason: str, figures: dict[str, Any]) -> Change:
-        self.holding = False
-        before = {"factor": self.factor, "warmup_steps": self.warmup_steps}
-        after = {"factor": self.factor, "warmup_steps": self.warmup_steps + self.held, "held": self.held} | figures
-        return Change("warmup_resumed", "near_zero_initial_gsnr", reason, before, after)
-
-    def _consider_decay(self, now: Average, source: str, step: int) -> list[Change]:
-        if now.begins < self.floor:
-            return []
-        last = self.recent[-1] if self.recent else None
-        if last is not None and not (last["source"] == source and same_size(last["batch_size"], now.batch_size)):
-            self._start_comparing(self.floor)  # another quantity, which cannot be compared with what is remembered
-        before = next((kept for kept in reversed(self.recent) if kept["step"] < now.begins), None)
-        faded = bool(self.best) and self.best["step"] < now.begins and now.high * self.drop < self.best["low"]
-        level = not self.plateau or self._loss_is_level(now.step)
-        self.faded_for = self.faded_for + 1 if faded and level else 0
-        self.dropped_for = self.dropped_for + 1 if before is not None and self._is_sudden(before, now) else 0
-        cool = self.decayed_at < 0 or self.made - self.decayed_at >= self.cooldown
-        able = cool and self.decay < 1 and self.decayed > self.min_factor
-        if able and before is not None and self.dropped_for >= self.in_a_row:
-            return [self._decay_now(now, source, step, before, "sudden_gsnr_drop")]
-        if able and self.faded_for >= self.in_a_row:
-            return [self._decay_now(now, source, step, self.best, "decay_due")]
-        kept = {"step": now.step, "middle": now.middle, "value": now.value, "low": now.low, "source": source}
-        kept |= {"established": now.established, "batch_size": now.batch_size}
-        if now.established and (not self.best or now.low > self.best["low"]):
-            self.best = kept
-        self.recent = [*self.recent[-99:], kept]
-        return []
-
-    def _is_sudden(self, before: Mapping[str, Any], now: Average) -> bool:
-        """Whether it fell further than a decline with the length of the run explains."""
-        expected = (before["middle"] / now.middle) ** self.DECLINE if now.middle > 0 else 1.0
-        return bool(before["established"] and now.high * self.sudden_drop < before["low"] * expected)
-
-    def _loss_is_level(self, step: int) -> bool:
-        """Whether the loss of the second half of the run, or since the last decay, has stopped falling."""
-        losses: NDArray[np.float64] = self.losses.since(max(step / 2, self.floor))[1]
-        if len(losses) < self.ENOUGH_LOSSES:
-            return False
-        losses = without_outliers(losses)
-        fell, error = fall(losses)
-        return fell < max(2 * error, 0.01 * abs(float(losses.mean())))
-
-    def _decay_now(self, now: Average, source: str, step: int, reference: Mapping[str, Any], finding: str) -> Change:
-        before, self.decayed = self.factor, max(self.min_factor, self.decayed * self.decay)
-        self.decayed_at = self.made
-        why = " and the loss no longer falls" if finding == "decay_due" and self.plateau else ""
-        why = " at once, more than a decline explains" if finding == "sudden_gsnr_drop" else why
-        reason = (
-            f"{_shown(now, source)} is down from {reference['value']:.3g} (at least {reference['low']:.3g}) at step "
-            f"{reference['step']}{why}: the learning rate goes to {self.factor:.3g} of the schedule's"
-        )
-        was = {"factor": before, "gsnr": reference["value"], "gsnr_low": reference["low"], "at": reference["step"]}
-        self._start_comparing(step)
-        return Change("decay", finding, reason, was, {"factor": self.factor} | _figures(now))
-
-    def _start_comparing(self, floor: int) -> None:
+    def start_comparing(self, floor: int) -> None:
+        """Forget all averages; compare those from a step on."""
         self.floor, self.best, self.recent, self.faded_for, self.dropped_for = floor, {}, [], 0, 0
 
 
-def _shown(average: Average, source: str) -> str:
-    size = f", batch {average.batch_size:g}" if math.isfinite(average.batch_size) else ""
-    return f"GSNR {average.value:.3g} [{average.low:.3g}, {average.high:.3g}] ({source}{size}) at step {average.step}"
-
-
-def _figures(average: Average) -> dict[str, Any]:
-    found = {"gsnr": average.value, "gsnr_low": average.low, "gsnr_high": average.high, "at": average.step}
-    return found if math.isnan(average.batch_size) else found | {"batch_size": average.batch_size}
-
-
+@dataclass(eq=False, repr=False)
 class GSNRScheduler(_Scheduler):
     """Multiplies the learning rate that a schedule sets by a factor that follows the GSNR.
 
@@ -558,94 +335,200 @@ class GSNRScheduler(_Scheduler):
         >>> monitor.close()
     """
 
-    def __init__(
-        self,
-        monitor: Monitor,
-        optimizer: torch.optim.Optimizer | LRScheduler,
-        *,
-        warmup_steps: int = 0,
-        warmup_start: float = 0.01,
-        warmup_in_schedule: bool = False,
-        max_extension: int | None = None,
-        near_zero: float | None = 0.5,
-        decay: float = 1 / 3,
-        drop: float = 4.0,
-        sudden_drop: float = 3.0,
-        plateau: bool = True,
-        readings: int = 5,
-        in_a_row: int = 3,
-        cooldown: int = 500,
-        min_factor: float = 0.01,
-        source: Source | None = None,
-        look_every: int = 10,
-        lag: int = 10,
-    ) -> None:
+    optimizer: torch.optim.Optimizer | LRScheduler
+    _: KW_ONLY
+    warmup_steps: int = 0
+    warmup_start: float = 0.01
+    warmup_in_schedule: bool = False
+    max_extension: int | None = None
+    near_zero: float | None = 0.5
+    decay: float = 1 / 3
+    drop: float = 4.0
+    sudden_drop: float = 3.0
+    plateau: bool = True
+    readings: int = 5
+    in_a_row: int = 3
+    cooldown: int = 500
+    min_factor: float = 0.01
+    source: Source | None = None
+
+    DECLINE: ClassVar[float] = 2.0
+    """Power of the step number that a GSNR may fall with by itself, as in the rule `sudden_gsnr_drop`."""
+    ENOUGH_LOSSES: ClassVar[int] = 50
+    """Losses needed to see whether they still fall."""
+
+    def __post_init__(self) -> None:
+        limit, near, source = self.max_extension, self.near_zero, self.source
         if source is not None and source not in WITH_TOTAL:
             raise ConfigError(f"source is {source!r}; expected one of {', '.join(WITH_TOTAL)}, or None for the best")
-        self._pace = WarmupDecay(
-            warmup_steps=warmup_steps,
-            warmup_start=warmup_start,
-            warmup_in_schedule=warmup_in_schedule,
-            max_extension=max_extension,
-            near_zero=near_zero,
-            decay=decay,
-            drop=drop,
-            sudden_drop=sudden_drop,
-            plateau=plateau,
-            readings=readings,
-            in_a_row=in_a_row,
-            cooldown=cooldown,
-            min_factor=min_factor,
-        )
-        self.optimizer = optimizer_of(optimizer, "GSNRScheduler")
-        super().__init__(monitor, self._pace, SAME_WEIGHTS if source is None else (source,), look_every, lag)
+        expect(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "a number of steps, 0 or more")
+        expect(0 < self.warmup_start <= 1, "warmup_start", self.warmup_start, "a share over 0, up to 1")
+        expect(limit is None or limit >= 0, "max_extension", limit, "a number of steps, 0 or more, or None")
+        expect(near is None or near > 0, "near_zero", near, "a GSNR over 0, or None")
+        expect(0 < self.decay <= 1, "decay", self.decay, "a factor over 0, up to 1 (which turns decay off)")
+        for name in ("drop", "sudden_drop"):
+            expect(getattr(self, name) > 1, name, getattr(self, name), "a factor over 1 that the GSNR falls by")
+        expect(self.readings >= 2, "readings", self.readings, "2 or more: one has no interval")
+        expect(self.in_a_row >= 1, "in_a_row", self.in_a_row, "1 or more")
+        expect(self.cooldown >= 0, "cooldown", self.cooldown, "a number of steps, 0 or more")
+        expect(0 < self.min_factor <= 1, "min_factor", self.min_factor, "a factor over 0, up to 1")
+        self.optimizer = optimizer_of(self.optimizer, "GSNRScheduler")
+        self._longest = 4 * self.warmup_steps if limit is None else limit
+        self._state = WarmupDecay()
+        self._sources = SAME_WEIGHTS if source is None else (source,)
+        super().__post_init__()
         self._reported_missing = False
         self._factors = lr_factors(self.optimizer)
-        self._factors.set(self, self._pace.factor)
-
-    def step(self) -> None:
-        """Count a step of the optimizer. Call it once after each, before or after another scheduler."""
-        changes = self._pace.tick(self._monitor.step)
-        if self._pace.made % self._look_every == 0:
-            changes += self._look()
-        self._factors.set(self, self._pace.factor)
-        for kind, finding, reason, before, after in changes:
-            self._add(kind, kind, finding, reason, before, after, taken=True)
-
-    def _look(self) -> list[Change]:
-        changes: list[Change] = []
-        for readings in self._queue.take():
-            for reading in readings:
-                if "loss" in reading.values:
-                    self._pace.losses.push(reading.step, reading.values["loss"])
-            average = self._evidence.take(readings)
-            if average is not None:
-                changes += self._pace.take(average, self._evidence.source, self._monitor.step)
-        if not self._evidence.source and self._pace.made >= MISSING_AFTER and not self._reported_missing:
-            self._reported_missing = True
-            self._print(f"GSNRScheduler: {self._evidence.missing()}. The learning rate stays as scheduled")
-        return changes
+        self._factors.set(self, self.factor)
 
     @property
     def factor(self) -> float:
         """This scheduler's factor on the rate of the next step."""
-        return self._pace.factor
+        state: WarmupDecay = self._state
+        warmup = self._ramp_at(state.ramp)
+        if self.warmup_in_schedule:
+            warmup /= self._ramp_at(state.ramp + state.held)
+        return warmup * state.decayed
+
+    def _ramp_at(self, step: int) -> float:
+        total, start = self.warmup_steps, self.warmup_start
+        return 1.0 if step >= total else start + (1 - start) * step / total
+
+    def step(self) -> None:
+        """Count a step of the optimizer. Call it once after each, before or after another scheduler."""
+        self._advance()
+        if self._state.made % self.look_every == 0:
+            for readings in self._take_readings():
+                for reading in readings:
+                    if "loss" in reading.values:
+                        self._state.losses.push(reading.step, reading.values["loss"])
+                average = self._average(readings)
+                if average is not None:
+                    self._consider(average, self._averages.source)
+            if self._lacks_gsnr() and not self._reported_missing:
+                self._reported_missing = True
+                self._print(f"GSNRScheduler: {self._missing()}. The learning rate stays as scheduled")
+        self._factors.set(self, self.factor)
+
+    def _lacks_gsnr(self) -> bool:
+        return not self._averages.source and self._state.made >= MISSING_AFTER
+
+    def _advance(self) -> None:
+        """A step was made: the warmup advances, unless it is held."""
+        state: WarmupDecay = self._state
+        state.made += 1
+        if state.ramp >= self.warmup_steps:
+            return
+        if state.holding and state.held < self._longest:
+            state.held += 1
+            if state.held == self._longest:
+                self._resume_warmup(f"the warmup was held for {state.held} steps, which is the limit", {})
+            return
+        state.ramp += 1
+        if state.ramp == self.warmup_steps:
+            state.start_comparing(self.monitor.step)
+
+    def _consider(self, average: Average, source: str) -> None:
+        """Decide on a new average."""
+        if average.count < self.readings:
+            return
+        if self._state.ramp < self.warmup_steps:
+            self._consider_warmup(average, source)
+        elif average.begins >= self._state.floor:
+            self._consider_decay(average, source)
+
+    def _consider_warmup(self, average: Average, source: str) -> None:
+        state: WarmupDecay = self._state
+        near = self.near_zero
+        no_signal = average.low <= 0 <= average.high and (near is None or average.high * average.per_step < near)
+        if no_signal == state.holding or state.held >= self._longest:
+            return
+        shown = _shown(average, source)
+        if not no_signal:
+            self._resume_warmup(f"{shown} is above 0: the warmup continues", _figures(average))
+            return
+        state.holding = True
+        most, length = self._longest - state.held, self.warmup_steps + state.held
+        before = {"factor": self.factor, "warmup_steps": length}
+        after = {"factor": self.factor, "warmup_steps": length + most} | _figures(average)
+        held = f"the warmup is held at {self.factor:.3g} of the rate, for at most {most} steps"
+        reason = f"{shown} cannot be distinguished from 0: {held}"
+        self._add("warmup_extended", "warmup_extended", "near_zero_initial_gsnr", reason, before, after)
+
+    def _resume_warmup(self, reason: str, figures: dict[str, Any]) -> None:
+        state: WarmupDecay = self._state
+        state.holding = False
+        before = {"factor": self.factor, "warmup_steps": self.warmup_steps}
+        after = {"factor": self.factor, "warmup_steps": self.warmup_steps + state.held, "held": state.held} | figures
+        self._add("warmup_resumed", "warmup_resumed", "near_zero_initial_gsnr", reason, before, after)
+
+    def _consider_decay(self, now: Average, source: str) -> None:
+        state: WarmupDecay = self._state
+        last = state.recent[-1] if state.recent else None
+        if last is not None and not (last["source"] == source and same_size(last["batch_size"], now.batch_size)):
+            state.start_comparing(state.floor)  # another quantity, which cannot be compared with what is remembered
+        before = next((kept for kept in reversed(state.recent) if kept["step"] < now.begins), None)
+        faded = bool(state.best) and state.best["step"] < now.begins and now.high * self.drop < state.best["low"]
+        level = not self.plateau or self._loss_is_level(now.step)
+        state.faded_for = state.faded_for + 1 if faded and level else 0
+        state.dropped_for = state.dropped_for + 1 if before is not None and self._is_sudden(before, now) else 0
+        cool = state.decayed_at < 0 or state.made - state.decayed_at >= self.cooldown
+        able = cool and self.decay < 1 and state.decayed > self.min_factor
+        if able and before is not None and state.dropped_for >= self.in_a_row:
+            self._decay(now, source, before, "sudden_gsnr_drop")
+        elif able and state.faded_for >= self.in_a_row:
+            self._decay(now, source, state.best, "decay_due")
+        else:
+            names = ("step", "middle", "value", "low", "established", "batch_size")
+            kept = {name: getattr(now, name) for name in names} | {"source": source}
+            if now.established and (not state.best or now.low > state.best["low"]):
+                state.best = kept
+            state.recent = [*state.recent[-99:], kept]
+
+    def _is_sudden(self, before: Mapping[str, Any], now: Average) -> bool:
+        """Whether it fell further than a decline with the length of the run explains."""
+        expected = (before["middle"] / now.middle) ** self.DECLINE if now.middle > 0 else 1.0
+        return bool(before["established"] and now.high * self.sudden_drop < before["low"] * expected)
+
+    def _loss_is_level(self, step: int) -> bool:
+        """Whether the loss of the second half of the run, or since the last decay, has stopped falling."""
+        losses: NDArray[np.float64] = self._state.losses.since(max(step / 2, self._state.floor))[1]
+        if len(losses) < self.ENOUGH_LOSSES:
+            return False
+        losses = without_outliers(losses)
+        fell, error = fall(losses)
+        return fell < max(2 * error, 0.01 * abs(float(losses.mean())))
+
+    def _decay(self, now: Average, source: str, reference: Mapping[str, Any], finding: str) -> None:
+        state: WarmupDecay = self._state
+        before = self.factor
+        state.decayed, state.decayed_at = max(self.min_factor, state.decayed * self.decay), state.made
+        why = " and the loss no longer falls" if finding == "decay_due" and self.plateau else ""
+        why = " at once, more than a decline explains" if finding == "sudden_gsnr_drop" else why
+        reason = (
+            f"{_shown(now, source)} is down from {reference['value']:.3g} (at least {reference['low']:.3g}) at step "
+            f"{reference['step']}{why}: the learning rate goes to {self.factor:.3g} of the schedule's"
+        )
+        was = {"factor": before, "gsnr": reference["value"], "gsnr_low": reference["low"], "at": reference["step"]}
+        state.start_comparing(self.monitor.step)
+        self._add("decay", "decay", finding, reason, was, {"factor": self.factor} | _figures(now))
 
     @property
     def status(self) -> str:
         """A few words on where it stands."""
-        pace = self._pace
-        if not self._evidence.source and pace.made >= MISSING_AFTER:
-            return self._evidence.missing()
-        if not pace.warm:
-            hold = f", held for {pace.held} steps so far" if pace.held else ""
-            return f"warmup: {pace.ramp} of {pace.warmup_steps} steps{hold}"
-        share = f"{pace.decayed:.3g} of " if pace.decayed < 1 else ""
+        state: WarmupDecay = self._state
+        if self._lacks_gsnr():
+            return self._missing()
+        if state.ramp < self.warmup_steps:
+            hold = f", held for {state.held} steps so far" if state.held else ""
+            return f"warmup: {state.ramp} of {self.warmup_steps} steps{hold}"
+        share = f"{state.decayed:.3g} of " if state.decayed < 1 else ""
         return f"at {share}the schedule's rate"
 
     def get_last_lr(self) -> list[float]:
         """The rate of every group in the next step, with all factors on it."""
-        return [float(group["lr"]) * self._factors.product for group in self.optimizer.param_groups]
+        groups = optimizer_of(self.optimizer, "GSNRScheduler").param_groups
+        return [float(group["lr"]) * self._factors.product for group in groups]
 
     def detach(self) -> None:
         """Remove the factor: from the next step on the rate is the schedule's own."""
@@ -654,10 +537,20 @@ class GSNRScheduler(_Scheduler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; load the Monitor's, the optimizer's and the other scheduler's as well."""
         super().load_state_dict(state)
-        self._factors.set(self, self._pace.factor)
+        self._factors.set(self, self.factor)
 
     def __repr__(self) -> str:
         return f"GSNRScheduler(factor={self.factor:.4g}, {self.status!r})"
+
+
+def _shown(average: Average, source: str) -> str:
+    size = f", batch {average.batch_size:g}" if math.isfinite(average.batch_size) else ""
+    return f"GSNR {average.value:.3g} [{average.low:.3g}, {average.high:.3g}] ({source}{size}) at step {average.step}"
+
+
+def _figures(average: Average) -> dict[str, Any]:
+    found = {"gsnr": average.value, "gsnr_low": average.low, "gsnr_high": average.high, "at": average.step}
+    return found if math.isnan(average.batch_size) else found | {"batch_size": average.batch_size}
 
 
 # -- the batch size ----------------------------------------------------------------------------------------------
@@ -686,75 +579,18 @@ class Proposal:
 
 
 @dataclass
-class BatchGrowth(_Model):
-    """The batch as a function of GSNR averages: no torch, no clock, no thread. For the settings see the scheduler."""
+class BatchGrowth:
+    """Where a `BatchSizeScheduler` stands."""
 
-    first: int
-    least: int
-    most: int
-    factor: float = 2.0
-    readings: int = 5
-    in_a_row: int = 3
-    cooldown: int = 200
-    shrink: bool = False
-    batch_size: int = field(init=False)
-    made: int = field(default=0, init=False)
+    batch_size: int
+    made: int = 0
     """Steps of training made."""
-    changed_at: int = field(default=-1, init=False)
-    over_for: int = field(default=0, init=False)
-    under_for: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.batch_size = self.first
-
-    def take(self, average: Average) -> Proposal:
-        """Returns the proposal after a new average."""
-        size = self.batch_size
-        reason = self._unusable(average)
-        if reason:
-            self.over_for = self.under_for = 0
-            return Proposal(batch_size=size, current=size, reason=reason, step=average.step)
-        scale, low, high = (average.batch_size / end for end in (average.value, average.high, average.low))
-        self.over_for = self.over_for + 1 if low > self.factor * size else 0
-        self.under_for = self.under_for + 1 if high * self.factor < size else 0
-        target, run, reason = size, 0, f"the noise scale is {scale:.4g} [{low:.4g}, {high:.4g}]"
-        if self.over_for:
-            target, run = min(2 * size, self.most), self.over_for
-            reached = f"{reason}, over {self.factor:g} × {size} by its lower end"
-        elif self.under_for and self.shrink:
-            target, run = max(size // 2, self.least), self.under_for
-            reached = f"{reason}, under {size} / {self.factor:g} by its upper end"
-        if target == size:
-            reason += f" for a batch of {size}" + (", and the batch is at its limit" if run else "")
-        elif run < self.in_a_row:
-            target, reason = size, f"{reached}, {run} of {self.in_a_row} times"
-        elif self.changed_at >= 0 and self.made - self.changed_at < self.cooldown:
-            target, reason = size, f"{reached}, but the last change was less than {self.cooldown} steps ago"
-        else:
-            reason = reached
-        return Proposal(
-            batch_size=target, current=size, reason=reason, step=average.step, noise_scale=scale, low=low, high=high
-        )
-
-    def _unusable(self, average: Average) -> str:
-        """Returns why the average does not show anything about the batch; empty if it does."""
-        if math.isnan(average.step_size) or math.isnan(average.batch_size):
-            return "the number of samples is unknown; pass it, observe(loss, batch_size=...)"
-        if not same_size(average.step_size, self.batch_size):
-            waits = "waiting for readings at that size" if self.changed_at >= 0 else "pass the samples of a whole step"
-            seen = f"the loop reports {average.step_size:g} samples per step so far, and this schedule is at"
-            return f"{seen} {self.batch_size}; {waits}"
-        if average.count < self.readings:
-            return f"only {average.count} readings so far, {self.readings} are needed"
-        if average.low <= 0:
-            return "the noise scale is not identifiable: the signal cannot be distinguished from 0"
-        return ""
-
-    def apply(self, proposal: Proposal) -> None:
-        """The batch was changed as proposed."""
-        self.batch_size, self.changed_at, self.over_for, self.under_for = proposal.batch_size, self.made, 0, 0
+    changed_at: int = -1
+    over_for: int = 0
+    under_for: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class BatchSizeScheduler(_Scheduler):
     """Doubles the batch when the noise scale has outgrown it.
 
@@ -769,8 +605,8 @@ class BatchSizeScheduler(_Scheduler):
 
     Args:
         monitor: Whose readings to follow. The noise scale comes from micro-batches, so a step needs two or more.
-        batch_size: Samples per optimizer step, at the start.
-        accumulation_steps: Micro-batches per optimizer step, at the start.
+        batch_size: Samples per optimizer step: at the start, and from then on now.
+        accumulation_steps: Micro-batches per optimizer step, likewise. Ask once at the start of a step.
         max_batch_size: Largest batch. None: eight times `batch_size`.
         apply: Whether to change `accumulation_steps`, or only to propose.
         optimizer: The optimizer, or its torch scheduler. Decides about `lr_rule`; needed for `scale_lr`.
@@ -786,86 +622,122 @@ class BatchSizeScheduler(_Scheduler):
         lag: Steps from a reading to the look that counts it.
     """
 
-    def __init__(
-        self,
-        monitor: Monitor,
-        *,
-        batch_size: int,
-        accumulation_steps: int,
-        max_batch_size: int | None = None,
-        apply: bool = False,
-        optimizer: torch.optim.Optimizer | LRScheduler | None = None,
-        scale_lr: bool = False,
-        lr_rule: Rule | None = None,
-        factor: float = 2.0,
-        readings: int = 5,
-        in_a_row: int = 3,
-        cooldown: int = 200,
-        shrink: bool = False,
-        min_batch_size: int | None = None,
-        look_every: int = 10,
-        lag: int = 10,
-    ) -> None:
-        most = 8 * batch_size if max_batch_size is None else max_batch_size
-        least = batch_size if min_batch_size is None else min_batch_size
-        parts = accumulation_steps
-        expect(batch_size >= 1, "batch_size", batch_size, "the samples of one optimizer step, 1 or more")
-        divides = parts >= 1 and batch_size % parts == 0
-        expect(divides, "accumulation_steps", parts, f"a divisor of the batch size, {batch_size}")
-        micro = self._micro_batch = batch_size // parts
-        expect(most >= batch_size, "max_batch_size", most, f"{batch_size}, the batch size, or more")
-        expect(least <= batch_size, "min_batch_size", least, f"{batch_size}, the batch size, or less")
+    _: KW_ONLY
+    batch_size: int
+    accumulation_steps: int
+    max_batch_size: int | None = None
+    apply: bool = False
+    optimizer: torch.optim.Optimizer | LRScheduler | None = None
+    scale_lr: bool = False
+    lr_rule: Rule | None = None
+    factor: float = 2.0
+    readings: int = 5
+    in_a_row: int = 3
+    cooldown: int = 200
+    shrink: bool = False
+    min_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        size, parts, rule = self.batch_size, self.accumulation_steps, self.lr_rule
+        most = self._most = 8 * size if self.max_batch_size is None else self.max_batch_size
+        least = self._least = size if self.min_batch_size is None else self.min_batch_size
+        expect(size >= 1, "batch_size", size, "the samples of one optimizer step, 1 or more")
+        divides = parts >= 1 and size % parts == 0
+        expect(divides, "accumulation_steps", parts, f"a divisor of the batch size, {size}")
+        micro = self._micro_batch = size // parts
+        expect(most >= size, "max_batch_size", most, f"{size}, the batch size, or more")
+        expect(least <= size, "min_batch_size", least, f"{size}, the batch size, or less")
         multiple = f"a multiple of the micro-batch, {micro}"
         expect(least >= 1 and least % micro == 0, "min_batch_size", least, multiple)
         expect(most % micro == 0, "max_batch_size", most, multiple)
-        expect(factor > 1, "factor", factor, "more than 1")
-        expect(readings >= 2 and in_a_row >= 1, "readings, in_a_row", (readings, in_a_row), "2 or more, 1 or more")
-        expect(cooldown >= 0, "cooldown", cooldown, "a number of steps, 0 or more")
-        expect(lr_rule in (None, *POWERS), "lr_rule", lr_rule, "'sqrt', 'linear' or None")
-        expect(not scale_lr or optimizer is not None, "scale_lr", scale_lr, "an optimizer as well, to scale its rate")
-        own = None if optimizer is None else optimizer_of(optimizer, "BatchSizeScheduler")
-        self.lr_rule: Rule = lr_rule or ("linear" if isinstance(own, torch.optim.SGD) else "sqrt")
-        self._scales = own if scale_lr else None
-        self._apply = apply
-        self._growth = BatchGrowth(batch_size, least, most, factor, readings, in_a_row, cooldown, shrink)
-        super().__init__(monitor, self._growth, SAME_WEIGHTS, look_every, lag)
+        expect(self.factor > 1, "factor", self.factor, "more than 1")
+        enough = (self.readings, self.in_a_row)
+        expect(enough[0] >= 2 and enough[1] >= 1, "readings, in_a_row", enough, "2 or more, 1 or more")
+        expect(self.cooldown >= 0, "cooldown", self.cooldown, "a number of steps, 0 or more")
+        expect(rule in (None, *POWERS), "lr_rule", rule, "'sqrt', 'linear' or None")
+        scales = self.scale_lr
+        expect(not scales or self.optimizer is not None, "scale_lr", scales, "an optimizer as well, to scale its rate")
+        own = None if self.optimizer is None else optimizer_of(self.optimizer, "BatchSizeScheduler")
+        self.lr_rule = rule or ("linear" if isinstance(own, torch.optim.SGD) else "sqrt")
+        self._factors = lr_factors(own) if scales and own is not None else None
+        self._first = size
+        self._state = BatchGrowth(size)
+        super().__post_init__()
         self._proposal: Proposal | None = None
-        self._proposed = batch_size
-
-    @property
-    def batch_size(self) -> int:
-        """Samples per optimizer step, now."""
-        return self._growth.batch_size
-
-    @property
-    def accumulation_steps(self) -> int:
-        """Micro-batches of the next step. Ask once at its start."""
-        return self._growth.batch_size // self._micro_batch
+        self._proposed = size
 
     @property
     def lr_multiplier(self) -> float:
         """How the learning rate follows the batch; in force only with `scale_lr`."""
-        return self._multiplier(self._growth.batch_size)
+        return self._multiplier(self.batch_size)
 
-    def _multiplier(self, batch_size: int) -> float:
-        return float((batch_size / self._growth.first) ** POWERS[self.lr_rule])
+    def _multiplier(self, size: int) -> float:
+        return float((size / self._first) ** POWERS[self.lr_rule or "sqrt"])
+
+    def _settings(self, size: int) -> dict[str, Any]:
+        """What the loop needs for a batch of this size."""
+        parts = size // self._micro_batch
+        return {"batch_size": size, "accumulation_steps": parts, "lr_multiplier": self._multiplier(size)}
 
     @property
     def proposal(self) -> Proposal:
         """The proposal by the newest reading, and its reason."""
-        if self._proposal is not None:
-            return self._proposal
-        return Proposal(batch_size=self.batch_size, current=self.batch_size, reason=self._evidence.missing())
+        nothing = Proposal(batch_size=self.batch_size, current=self.batch_size, reason=self._missing())
+        return self._proposal or nothing
 
     def step(self) -> None:
         """Count a step of the optimizer. Call it once after each."""
-        self._growth.made += 1
-        if self._growth.made % self._look_every:
+        self._state.made += 1
+        if self._state.made % self.look_every:
             return
-        for readings in self._queue.take():
-            average = self._evidence.take(readings)
+        for readings in self._take_readings():
+            average = self._average(readings)
             if average is not None:
-                self._consider(self._growth.take(average))
+                self._consider(self._propose(average))
+
+    def _propose(self, average: Average) -> Proposal:
+        state: BatchGrowth = self._state
+        size = state.batch_size
+        reason = self._unusable(average)
+        if reason:
+            state.over_for = state.under_for = 0
+            return Proposal(batch_size=size, current=size, reason=reason, step=average.step)
+        scale, low, high = (average.batch_size / end for end in (average.value, average.high, average.low))
+        state.over_for = state.over_for + 1 if low > self.factor * size else 0
+        state.under_for = state.under_for + 1 if high * self.factor < size else 0
+        target, run, reason = size, 0, f"the noise scale is {scale:.4g} [{low:.4g}, {high:.4g}]"
+        if state.over_for:
+            target, run = min(2 * size, self._most), state.over_for
+            reached = f"{reason}, over {self.factor:g} × {size} by its lower end"
+        elif state.under_for and self.shrink:
+            target, run = max(size // 2, self._least), state.under_for
+            reached = f"{reason}, under {size} / {self.factor:g} by its upper end"
+        if target == size:
+            reason += f" for a batch of {size}" + (", and the batch is at its limit" if run else "")
+        elif run < self.in_a_row:
+            target, reason = size, f"{reached}, {run} of {self.in_a_row} times"
+        elif state.changed_at >= 0 and state.made - state.changed_at < self.cooldown:
+            target, reason = size, f"{reached}, but the last change was less than {self.cooldown} steps ago"
+        else:
+            reason = reached
+        return Proposal(
+            batch_size=target, current=size, reason=reason, step=average.step, noise_scale=scale, low=low, high=high
+        )
+
+    def _unusable(self, average: Average) -> str:
+        """Why the average does not show anything about the batch; empty if it does."""
+        if math.isnan(average.step_size) or math.isnan(average.batch_size):
+            return "the number of samples is unknown; pass it, observe(loss, batch_size=...)"
+        if not same_size(average.step_size, self.batch_size):
+            changed = self._state.changed_at >= 0
+            waits = "waiting for readings at that size" if changed else "pass the samples of a whole step"
+            seen = f"the loop reports {average.step_size:g} samples per step so far, and this schedule is at"
+            return f"{seen} {self.batch_size}; {waits}"
+        if average.count < self.readings:
+            return f"only {average.count} readings so far, {self.readings} are needed"
+        if average.low <= 0:
+            return "the noise scale is not identifiable: the signal cannot be distinguished from 0"
+        return ""
 
     def _consider(self, proposal: Proposal) -> None:
         self._proposal = proposal
@@ -873,41 +745,37 @@ class BatchSizeScheduler(_Scheduler):
         self._proposed = new
         if new in (proposal.current, known):  # a proposal is reported once, and again after it was withdrawn
             return
-        before = {
-            "batch_size": self.batch_size,
-            "accumulation_steps": self.accumulation_steps,
-            "lr_multiplier": self.lr_multiplier,
-        }
-        after = {
-            "batch_size": new,
-            "accumulation_steps": new // self._micro_batch,
-            "lr_multiplier": self._multiplier(new),
+        before, after = self._settings(self.batch_size), self._settings(new)
+        after |= {
             "noise_scale": proposal.noise_scale,
             "noise_scale_low": proposal.low,
             "noise_scale_high": proposal.high,
         }
-        if self._apply:
-            self._growth.apply(proposal)
-            self._scale()
+        if self.apply:
+            self._state = BatchGrowth(new, made=self._state.made, changed_at=self._state.made)
+            self._follow()
         finding = "batch_too_small" if new > proposal.current else "batch_too_large"
-        note = "done" if self._apply else "proposed"
-        self._add(note, "batch_size", finding, str(proposal), before, after, taken=self._apply)
+        note = "done" if self.apply else "proposed"
+        self._add(note, "batch_size", finding, str(proposal), before, after, taken=self.apply)
 
-    def _scale(self) -> None:
-        if self._scales is not None:
-            lr_factors(self._scales).set(self, self.lr_multiplier)
+    def _follow(self) -> None:
+        """Give the loop and the learning rate the batch of the state."""
+        self.batch_size = self._state.batch_size
+        self.accumulation_steps = self.batch_size // self._micro_batch
+        if self._factors is not None:
+            self._factors.set(self, self.lr_multiplier)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs so that the same readings lead to the same batches. Waits for readings."""
         return super().state_dict() | {
-            "start": [self._growth.first, self._micro_batch],
+            "start": [self._first, self._micro_batch],
             "proposal": None if self._proposal is None else asdict(self._proposal),
             "proposed": self._proposed,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
-        saved, mine = state.get("start", []), [self._growth.first, self._micro_batch]
+        saved, mine = state.get("start", []), [self._first, self._micro_batch]
         if state.get("version") == STATE_VERSION and list(saved) != mine:
             raise RunError(
                 f"the state started with a batch of {saved[0]} in micro-batches of {saved[1]}, this schedule with "
@@ -916,7 +784,7 @@ class BatchSizeScheduler(_Scheduler):
         super().load_state_dict(state)
         self._proposal = None if state["proposal"] is None else Proposal(**state["proposal"])
         self._proposed = state["proposed"]
-        self._scale()
+        self._follow()
 
     def __repr__(self) -> str:
         return f"BatchSizeScheduler(batch_size={self.batch_size}, accumulation_steps={self.accumulation_steps})"
@@ -926,14 +794,6 @@ class BatchSizeScheduler(_Scheduler):
 
 _DECOUPLED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 """Optimizers with decoupled momentum."""
-
-
-class GroupSignal(NamedTuple):
-    """The GSNR of one parameter group; NaN if it is not known."""
-
-    value: float
-    low: float
-    high: float
 
 
 def decoupled_momentum(
@@ -979,7 +839,24 @@ def decoupled_momentum(
         [0.9, 0.9, 0.9]
     """
     own = optimizer_of(optimizer, "decoupled_momentum")
-    _check_momentum(own, delta, direction, bounds)
+    if own in _DECOUPLED:
+        raise ConfigError("this optimizer has decoupled momentum already; use its update() to rank again, or undo()")
+    expect(0 < delta < 1, "delta", delta, "a number between 0 and 1, such as 0.075")
+    expect(direction in (1, -1), "direction", direction, "1 (more for high GSNR) or -1 (more for low GSNR)")
+    if not 0 < bounds[0] < bounds[1] < 1:
+        raise ConfigError(f"bounds are {bounds!r}; expected two numbers between 0 and 1, the lower first")
+    if len(own.param_groups) < 2:
+        raise ConfigError(
+            f"the optimizer has {len(own.param_groups)} parameter group, and momentum belongs to a group; "
+            "make one for each layer with split_by_layer(optimizer, model) before you build a scheduler"
+        )
+    for index, group in enumerate(own.param_groups):
+        value = _momentum(group)
+        if not isinstance(value, float | int) or not 0 < value < 1:
+            raise ConfigError(
+                f"group {index} of {type(own).__name__} has no momentum to shift ({_setting(group) or 'no setting'}); "
+                "expected momentum, or the first of betas, as a number between 0 and 1"
+            )
     return DecoupledMomentum(own, signal, direction * delta, bounds, SAME_WEIGHTS if source is None else (source,))
 
 
@@ -999,7 +876,7 @@ class DecoupledMomentum:
         """What was done so far, oldest first."""
         self._shift, self._bounds, self._sources = shift, bounds, sources
         self._monitor = signal if isinstance(signal, Monitor) else None
-        self._before = [_momentum_setting(group) for group in self.optimizer.param_groups]
+        self._before = [_setting(group) for group in self.optimizer.param_groups]
         self.update(None if isinstance(signal, Monitor) else signal)
         _DECOUPLED.add(self.optimizer)
 
@@ -1010,16 +887,21 @@ class DecoupledMomentum:
 
     def update(self, values: Sequence[float] | None = None) -> None:
         """Rank again: by the GSNR of every group, or by the Monitor's newest readings."""
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self._before):
-            was = len(self._before)
+        groups, was = self.optimizer.param_groups, len(self._before)
+        if len(groups) != was:
             raise ConfigError(f"the optimizer has {len(groups)} groups now and had {was}; undo and start anew")
-        signals, step = self._given(values) if values is not None else self._measured()
+        if values is not None and len(values) != was:
+            raise ConfigError(f"got {len(values)} values of GSNR for {was} groups; expected one for each group")
+        step = self._monitor.step if self._monitor is not None else 0
+        if values is None:
+            signals, step = self._measured()
+        else:
+            signals = np.array([(value, math.nan, math.nan) for value in values])
         labels = [_label(index, group) for index, group in enumerate(groups)]
-        reason, before = self._why_not(signals, labels), self.momentum
+        reason, before = _why_not(signals, labels), self.momentum
         if not reason:
             low, high = self._bounds
-            for group, setting, place in zip(groups, self._before, _places([s.value for s in signals]), strict=True):
+            for group, setting, place in zip(groups, self._before, _places(signals[:, 0]), strict=True):
                 own = _momentum(setting)
                 new = min(max(own + self._shift * place, low), high) if place else own
                 group.update({"betas": (new, *group["betas"][1:])} if "betas" in group else {"momentum": new})
@@ -1027,7 +909,7 @@ class DecoupledMomentum:
             reason = f"momentum by rank of GSNR, up to {abs(self._shift):g} more if it is {where} and less if not"
         after = {
             "momentum": dict(zip(labels, self.momentum, strict=True)),
-            "gsnr": {label: signal.value for label, signal in zip(labels, signals, strict=True)},
+            "gsnr": dict(zip(labels, signals[:, 0].tolist(), strict=True)),
         }
         self._add(reason, dict(zip(labels, before, strict=True)), after, step, taken=self.momentum != before)
 
@@ -1037,10 +919,8 @@ class DecoupledMomentum:
         for group, setting in zip(self.optimizer.param_groups, self._before, strict=True):
             group.update(setting)
         _DECOUPLED.discard(self.optimizer)
-        self._add("momentum as it was before", before, {"momentum": self.momentum}, self._now(), taken=True)
-
-    def _now(self) -> int:
-        return self._monitor.step if self._monitor is not None else 0
+        step = self._monitor.step if self._monitor is not None else 0
+        self._add("momentum as it was before", before, {"momentum": self.momentum}, step, taken=True)
 
     def _add(self, reason: str, before: Any, after: dict[str, Any], step: int, *, taken: bool) -> None:
         action = Action(
@@ -1056,74 +936,61 @@ class DecoupledMomentum:
         if self._monitor is not None:
             self._monitor.record(action)
 
-    def _why_not(self, signals: Sequence[GroupSignal], labels: Sequence[str]) -> str:
-        """Why groups cannot be ranked; empty if they can."""
-        known = [(signal, label) for signal, label in zip(signals, labels, strict=True) if math.isfinite(signal.value)]
-        if len(known) < 2:
-            return f"a GSNR is known for {len(known)} groups; two are needed to rank them"
-        (least, weak), (most, strong) = (pick(known, key=lambda one: one[0].value) for pick in (min, max))
-        if most.low > least.high or (math.isnan(most.low) and most.value > least.value):
-            return ""
-        highest = f"{strong} has a GSNR of {most.value:.3g}, at least {most.low:.3g}"
-        return f"the groups cannot be distinguished: {highest}, and {weak} {least.value:.3g}, at most {least.high:.3g}"
+    def _measured(self) -> tuple[NDArray[np.float64], int]:
+        """The newest GSNR of every group and its ends: of its layer if it holds a whole one, else its tensors' median.
 
-    def _given(self, values: Sequence[float]) -> tuple[list[GroupSignal], int]:
-        count = len(self.optimizer.param_groups)
-        if len(values) != count:
-            raise ConfigError(f"got {len(values)} values of GSNR for {count} groups; expected one for each group")
-        return [GroupSignal(float(value), math.nan, math.nan) for value in values], self._now()
-
-    def _measured(self) -> tuple[list[GroupSignal], int]:
-        """The newest GSNR of every group: of its layer if it holds a whole one, else the median of its tensors."""
+        Also returns the step it is of.
+        """
         if self._monitor is None:
             raise ConfigError("update needs the GSNR of every group: there is no Monitor to ask")
         self._monitor.flush()
-        ranks, rows = self._monitor.ranks, self._monitor.recorder.table
-        stored: list[Any] = [self._stored() if ranks is None or ranks.rank == 0 else None]
+        ranks, table = self._monitor.ranks, self._monitor.recorder.table
+        stored = [_newest(self._monitor, self._sources) if ranks is None or ranks.rank == 0 else None]
         if ranks is not None:  # only the first rank stores a run; its readings are of the tensors of all ranks
-            everyone: list[Any] = [None] * ranks.world
-            dist.all_gather_object(everyone, stored[0], group=ranks.device_group)
-            stored = everyone
+            stored = [None] * ranks.world
+            mine = _newest(self._monitor, self._sources) if ranks.rank == 0 else None
+            dist.all_gather_object(stored, mine, group=ranks.device_group)
         if isinstance(stored[0], GradvitalsError):
             raise stored[0]
-        tables, layers, step = stored[0]
-        layout = rows.layout if ranks is None else ranks.layout
-        own = range(len(rows.parameters)) if ranks is None else ranks.rows.tolist()
-        number = {id(parameter): row for row, parameter in zip(own, rows.parameters, strict=False)}
+        assert stored[0] is not None
+        tensors, layers, step = stored[0]
+        layout = table.layout if ranks is None else ranks.layout
+        rows = range(len(table.parameters)) if ranks is None else ranks.rows.tolist()
+        row_of = {id(parameter): row for row, parameter in zip(rows, table.parameters, strict=False)}
         whole: dict[str, set[int]] = {}
         for info in layout.tensors:
             whole.setdefault(info.layer, set()).add(info.index)
         signals = []
         for group in self.optimizer.param_groups:
-            mine = {number[id(parameter)] for parameter in group["params"] if id(parameter) in number}
-            layer = next((name for name, all_rows in whole.items() if all_rows == mine and name in layers), None)
-            read = [row for row in sorted(mine) if row < tables["tensors"].shape[1]]
-            found = tables["tensors"][:, read] if layer is None else tables["layers"][:, [layers[layer]]]
+            own = {row_of[id(parameter)] for parameter in group["params"] if id(parameter) in row_of}
+            layer = next((name for name, its_rows in whole.items() if its_rows == own and name in layers), None)
+            read = [row for row in sorted(own) if row < tensors.shape[1]]
+            found = tensors[:, read] if layer is None else layers[layer][:, None]
             found = found[:, np.isfinite(found).all(0)]  # a value without an interval does not show enough
-            signals.append(GroupSignal(*(float(np.median(row)) if len(row) else math.nan for row in found)))
-        return signals, step
+            signals.append(np.median(found, axis=1) if found.size else np.full(3, math.nan))
+        return np.array(signals), step
 
-    def _stored(self) -> tuple[dict[str, Any], dict[str, int], int] | GradvitalsError:
-        """The newest GSNR of all tensors and layers, the layers' numbers and the step; or why there is none."""
-        assert self._monitor is not None
-        try:
-            with open_run(self._monitor.run_path) as run:
-                source = next((found for found in self._sources if found in run.sources("gsnr", "tensors")), None)
-                if source is None:
-                    return ConfigError(
-                        f"the run has no GSNR from {' or '.join(self._sources)} yet; accumulate gradients over two or "
-                        "more micro-batches, or pass the GSNR of every group"
-                    )
-                tables = {
-                    kind: np.stack(
-                        [run.table(name, kind=kind, source=source)[1] for name in ("gsnr", "gsnr_low", "gsnr_high")]
-                    )
-                    for kind in ("tensors", "layers")
-                }
-                layers = {name: index for index, name in enumerate(run.layers)}
-                return tables, layers, run.table("gsnr", source=source)[0]
-        except GradvitalsError as error:
-            return error
+
+Newest = tuple[NDArray[np.float64], dict[str, NDArray[np.float64]], int]
+
+
+def _newest(monitor: Monitor, sources: Sequence[Source]) -> Newest | GradvitalsError:
+    """The newest GSNR and its ends of all tensors and of all layers, and their step; or why there is none."""
+    names = ("gsnr", "gsnr_low", "gsnr_high")
+    try:
+        with open_run(monitor.run_path) as run:
+            source = next((found for found in sources if found in run.sources("gsnr", "tensors")), None)
+            if source is None:
+                return ConfigError(
+                    f"the run has no GSNR from {' or '.join(sources)} yet; accumulate gradients over two or "
+                    "more micro-batches, or pass the GSNR of every group"
+                )
+            tensors = np.stack([run.table(name, kind="tensors", source=source)[1] for name in names])
+            layers = np.stack([run.table(name, kind="layers", source=source)[1] for name in names])
+            by_name = {name: layers[:, index] for index, name in enumerate(run.layers)}
+            return tensors, by_name, run.table("gsnr", source=source)[0]
+    except GradvitalsError as error:
+        return error
 
 
 def split_by_layer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
@@ -1158,52 +1025,37 @@ def split_by_layer(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[s
     return [group["layer"] for group in split]
 
 
-def _check_momentum(
-    optimizer: torch.optim.Optimizer, delta: float, direction: int, bounds: tuple[float, float]
-) -> None:
-    if optimizer in _DECOUPLED:
-        raise ConfigError("this optimizer has decoupled momentum already; use its update() to rank again, or undo()")
-    if not 0 < delta < 1:
-        raise ConfigError(f"delta is {delta!r}; expected a number between 0 and 1, such as 0.075")
-    if direction not in (1, -1):
-        raise ConfigError(f"direction is {direction!r}; expected 1 (more for high GSNR) or -1 (more for low GSNR)")
-    if not 0 < bounds[0] < bounds[1] < 1:
-        raise ConfigError(f"bounds are {bounds!r}; expected two numbers between 0 and 1, the lower first")
-    groups = optimizer.param_groups
-    if len(groups) < 2:
-        raise ConfigError(
-            f"the optimizer has {len(groups)} parameter group, and momentum belongs to a group; "
-            "make one for each layer with split_by_layer(optimizer, model) before you build a scheduler"
-        )
-    for index, group in enumerate(groups):
-        setting = _momentum_setting(group)
-        value = next(iter(setting.values()), None)
-        value = value[0] if isinstance(value, (tuple, list)) else value
-        if not isinstance(value, float | int) or not 0 < value < 1:
-            raise ConfigError(
-                f"group {index} of {type(optimizer).__name__} has no momentum to shift ({setting or 'no setting'}); "
-                "expected momentum, or the first of betas, as a number between 0 and 1"
-            )
-
-
-def _momentum_setting(group: Mapping[str, Any]) -> dict[str, Any]:
+def _setting(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The setting of a group that holds its momentum; empty if it has none."""
     name = "betas" if "betas" in group else "momentum"
     return {name: group[name]} if name in group else {}
 
 
-def _momentum(setting: Mapping[str, Any]) -> float:
-    return float(setting["betas"][0] if "betas" in setting else setting["momentum"])
+def _momentum(group: Mapping[str, Any]) -> Any:
+    return group["betas"][0] if "betas" in group else group.get("momentum")
 
 
-def _places(values: Sequence[float]) -> list[float]:
+def _why_not(signals: NDArray[np.float64], labels: Sequence[str]) -> str:
+    """Why groups cannot be ranked by these values and their ends; empty if they can."""
+    known = np.flatnonzero(np.isfinite(signals[:, 0]))
+    if len(known) < 2:
+        return f"a GSNR is known for {len(known)} groups; two are needed to rank them"
+    weak, strong = (int(known[pick(signals[known, 0])]) for pick in (np.argmin, np.argmax))
+    (least, _, least_high), (most, most_low, _) = signals[weak], signals[strong]
+    if most_low > least_high or (math.isnan(most_low) and most > least):
+        return ""
+    highest = f"{labels[strong]} has a GSNR of {most:.3g}, at least {most_low:.3g}"
+    lowest = f"{labels[weak]} {least:.3g}, at most {least_high:.3g}"
+    return f"the groups cannot be distinguished: {highest}, and {lowest}"
+
+
+def _places(values: Sequence[float] | NDArray[np.float64]) -> list[float]:
     """The place of each value among the known ones, from -1 (lowest) to 1 (highest); 0 if it is not known.
 
     >>> _places([5.0, 1.0, math.nan, 5.0, 2.0])
     [0.6666666666666667, -1.0, 0.0, 0.6666666666666667, -0.33333333333333337]
     """
     known = np.array([value for value in values if math.isfinite(value)])
-    if len(known) < 2:
-        return [0.0] * len(values)
     rank = [((known < value).sum() + (known <= value).sum() - 1) / 2 for value in values]
     return [float(2 * r / (len(known) - 1) - 1) if math.isfinite(v) else 0.0 for r, v in zip(rank, values, strict=True)]
 

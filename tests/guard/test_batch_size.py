@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 import gradvitals as gv
 from gradvitals.diagnose.history import Average
 from gradvitals.errors import ConfigError, RunError
-from gradvitals.schedules import BatchGrowth, BatchSizeScheduler
+from gradvitals.schedules import BatchSizeScheduler, Proposal
 
 sys.path.insert(0, str(Path(__file__).parent))
 from synthetic_readings import SyntheticMonitor, average, readings
@@ -29,18 +29,24 @@ def noise(value: float, *, step: int = 100, size: float = 32.0, part: float = 0.
     return average(step, 8 / value, part * 8 / value, step_size=size, **other)
 
 
-def growth(**other: Any) -> BatchGrowth:
-    return BatchGrowth(**{"first": 32, "least": 32, "most": 256, **other})
+def growth(**other: Any) -> BatchSizeScheduler:
+    monitor: Any = SyntheticMonitor()
+    return BatchSizeScheduler(monitor, **{"batch_size": 32, "accumulation_steps": 32, "apply": True, **other})
+
+
+def take(schedule: BatchSizeScheduler, seen: Average) -> Proposal:
+    schedule._consider(schedule._propose(seen))
+    return schedule.proposal
 
 
 # -- by hand ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_batch_doubles_when_the_lower_end_was_over_twice_the_batch_three_times_in_a_row() -> None:
-    rule = growth()
+    rule = growth(apply=False)
     values = (80.0, 80.0, 60.0, 80.0, 80.0, 80.0)  # 80 / 1.1 = 72.7 is over 64, 60 is not
-    assert [rule.take(noise(value)).batch_size for value in values] == [32, 32, 32, 32, 32, 64]
-    proposal = rule.take(noise(80.0))
+    assert [take(rule, noise(value)).batch_size for value in values] == [32, 32, 32, 32, 32, 64]
+    proposal = take(rule, noise(80.0))
     assert (proposal.current, proposal.noise_scale) == (32, pytest.approx(80))
     assert (proposal.low, proposal.high) == (pytest.approx(80 / 1.1), pytest.approx(80 / 0.9))
     assert "over 2 × 32" in str(proposal)
@@ -48,13 +54,13 @@ def test_the_batch_doubles_when_the_lower_end_was_over_twice_the_batch_three_tim
 
 def test_after_a_change_the_cooldown_runs_and_only_readings_of_the_new_batch_count() -> None:
     rule = growth(in_a_row=1, cooldown=10)
-    rule.apply(rule.take(noise(1000.0)))
+    take(rule, noise(1000.0))
     assert rule.batch_size == 64
-    assert "this schedule is at 64" in rule.take(noise(1000.0)).reason
-    rule.made = 9
-    assert "less than 10 steps" in rule.take(noise(1000.0, size=64.0)).reason
-    rule.made = 10
-    assert rule.take(noise(1000.0, size=64.0)).batch_size == 128
+    assert "this schedule is at 64" in take(rule, noise(1000.0)).reason
+    rule._state.made = 9
+    assert "less than 10 steps" in take(rule, noise(1000.0, size=64.0)).reason
+    rule._state.made = 10
+    assert take(rule, noise(1000.0, size=64.0)).batch_size == 128
 
 
 @pytest.mark.parametrize(
@@ -68,18 +74,18 @@ def test_after_a_change_the_cooldown_runs_and_only_readings_of_the_new_batch_cou
 )
 def test_nothing_happens_if_the_noise_scale_is_not_known_and_it_says_why(seen: Average, why: str) -> None:
     rule = growth(in_a_row=1)
-    proposal = rule.take(seen)
+    proposal = take(rule, seen)
     assert (proposal.batch_size, math.isnan(proposal.noise_scale)) == (32, True)
     assert why in str(proposal)
 
 
 def test_it_shrinks_only_when_asked_and_not_below_the_smallest() -> None:
-    assert growth(in_a_row=1).take(noise(5.0)).batch_size == 32
-    rule = growth(in_a_row=1, cooldown=0, shrink=True, least=16)
-    assert rule.take(noise(15.0)).batch_size == 32  # 15 / 0.9 = 16.7, over 32 / 2
-    rule.apply(rule.take(noise(14.0)))  # 15.6
+    assert take(growth(in_a_row=1), noise(5.0)).batch_size == 32
+    rule = growth(in_a_row=1, cooldown=0, shrink=True, min_batch_size=16)
+    assert take(rule, noise(15.0)).batch_size == 32  # 15 / 0.9 = 16.7, over 32 / 2
+    take(rule, noise(14.0))  # 15.6
     assert rule.batch_size == 16
-    assert "at its limit" in rule.take(noise(1.0, size=16.0)).reason
+    assert "at its limit" in take(rule, noise(1.0, size=16.0)).reason
 
 
 # -- any sequence -----------------------------------------------------------------------------------------------------
@@ -92,16 +98,15 @@ VALUES = st.lists(st.tuples(st.floats(1, 1e5), st.sampled_from([0.05, 0.5, 1.5])
 def test_the_batch_never_decreases_unless_asked_and_stays_within_its_limits(
     values: list[Any], shrink: bool, cooldown: int
 ) -> None:
-    rule = growth(shrink=shrink, cooldown=cooldown, least=16, in_a_row=2)
+    rule = growth(shrink=shrink, cooldown=cooldown, min_batch_size=16, in_a_row=2)
     last = None
     for value, part in values:
-        rule.made += 1
+        rule._state.made += 1
         before = rule.batch_size
-        proposal = rule.take(noise(value, part=part, size=float(before)))
+        proposal = take(rule, noise(value, part=part, size=float(before)))
         if proposal.batch_size != before:
-            assert last is None or rule.made - last >= cooldown
-            last = rule.made
-            rule.apply(proposal)
+            assert last is None or rule._state.made - last >= cooldown
+            last = rule._state.made
         assert 16 <= rule.batch_size <= 256
         assert shrink or rule.batch_size >= before
         assert rule.batch_size in (before, 2 * before, before // 2)
@@ -110,10 +115,10 @@ def test_the_batch_never_decreases_unless_asked_and_stays_within_its_limits(
 @settings(max_examples=60, deadline=None)
 @given(value=st.floats(1, 1e5), part=st.floats(0.01, 0.9))
 def test_one_noise_scale_never_makes_it_go_up_and_down(value: float, part: float) -> None:
-    rule = growth(shrink=True, cooldown=0, in_a_row=1, least=1, most=2**20)
+    rule = growth(shrink=True, cooldown=0, in_a_row=1, min_batch_size=1, max_batch_size=2**20)
     sizes = [32]
     for _ in range(30):
-        rule.apply(rule.take(noise(value, part=part, size=float(rule.batch_size))))
+        take(rule, noise(value, part=part, size=float(rule.batch_size)))
         sizes.append(rule.batch_size)
     assert sizes in (sorted(sizes), sorted(sizes, reverse=True))
 

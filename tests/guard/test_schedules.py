@@ -18,8 +18,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import gradvitals as gv
+from gradvitals.diagnose.history import Average
 from gradvitals.errors import ConfigError, RunError
-from gradvitals.schedules import Change, GSNREvidence, GSNRScheduler, WarmupDecay, lr_factors
+from gradvitals.schedules import GSNRScheduler, lr_factors
+from gradvitals.types import Action
 
 sys.path.insert(0, str(Path(__file__).parent))
 from synthetic_readings import SyntheticMonitor, average, readings
@@ -27,70 +29,85 @@ from synthetic_readings import SyntheticMonitor, average, readings
 # -- warmup, by hand --------------------------------------------------------------------------------------------------
 
 
-def ticks(pace: WarmupDecay, count: int) -> list[float]:
+def pacing(**settings: Any) -> GSNRScheduler:
+    """A scheduler of a Monitor without readings, to give averages to."""
+    monitor: Any = SyntheticMonitor()
+    return GSNRScheduler(monitor, tiny()[1], **settings)
+
+
+def ticks(pace: GSNRScheduler, count: int) -> list[float]:
     """The factors of the next steps."""
     found = []
     for _ in range(count):
         found.append(pace.factor)
-        pace.tick(pace.made + 1)
+        tick(pace)
     return found
 
 
+def tick(pace: GSNRScheduler) -> list[Action]:
+    pace.monitor.step += 1
+    return new_actions(pace, pace._advance)
+
+
+def take(pace: GSNRScheduler, seen: Average, source: str = "microbatch") -> list[Action]:
+    return new_actions(pace, lambda: pace._consider(seen, source))
+
+
+def new_actions(pace: GSNRScheduler, call: Callable[[], None]) -> list[Action]:
+    known = len(pace.actions)
+    call()
+    return pace.actions[known:]
+
+
 def test_a_warmup_is_held_while_the_interval_includes_0_and_continues_from_there() -> None:
-    pace = WarmupDecay(warmup_steps=4, warmup_start=0.2)
+    pace = pacing(warmup_steps=4, warmup_start=0.2)
     assert ticks(pace, 2) == pytest.approx([0.2, 0.4])
-    (extended,) = pace.take(average(2, 0.01, 0.02), "microbatch", 2)
+    (extended,) = take(pace, average(2, 0.01, 0.02))
     assert extended.kind == "warmup_extended"
     assert extended.after["warmup_steps"] == 4 + 16  # at most
     assert extended.after["gsnr_low"] == pytest.approx(-0.01)
-    assert pace.take(average(3, 0.01, 0.02), "microbatch", 3) == []  # no news
+    assert take(pace, average(3, 0.01, 0.02)) == []  # no news
     assert ticks(pace, 3) == pytest.approx([0.6, 0.6, 0.6])
-    (resumed,) = pace.take(average(5, 0.3, 0.2), "microbatch", 5)
+    (resumed,) = take(pace, average(5, 0.3, 0.2))
     assert (resumed.kind, resumed.after["held"], resumed.after["warmup_steps"]) == ("warmup_resumed", 3, 7)
     assert ticks(pace, 4) == pytest.approx([0.6, 0.8, 1.0, 1.0])
 
 
 def test_a_warmup_is_held_up_to_a_limit_and_not_again() -> None:
-    pace = WarmupDecay(warmup_steps=2, warmup_start=0.5, max_extension=3)
-    assert len(pace.take(average(0, 0.0, 0.1), "microbatch", 1)) == 1
-    decisions = [decision for _ in range(3) for decision in pace.tick(0)]
+    pace = pacing(warmup_steps=2, warmup_start=0.5, max_extension=3)
+    assert len(take(pace, average(0, 0.0, 0.1))) == 1
+    decisions = [decision for _ in range(3) for decision in tick(pace)]
     assert [decision.kind for decision in decisions] == ["warmup_resumed"]
     assert "the limit" in decisions[0].reason
-    assert pace.take(average(4, 0.0, 0.1), "microbatch", 4) == []
+    assert take(pace, average(4, 0.0, 0.1)) == []
     assert ticks(pace, 3) == pytest.approx([0.5, 0.75, 1.0])
 
 
 def test_no_extension_if_none_is_allowed_or_the_readings_are_few_or_the_warmup_is_over() -> None:
-    assert WarmupDecay(warmup_steps=9, max_extension=0).take(average(0, 0.0, 0.1), "microbatch", 1) == []
-    young = WarmupDecay(warmup_steps=9, readings=5)
-    assert young.take(average(0, 0.0, 0.1, count=4), "microbatch", 1) == []
-    assert WarmupDecay().take(average(0, 0.0, 0.1), "microbatch", 1) == []
+    assert take(pacing(warmup_steps=9, max_extension=0), average(0, 0.0, 0.1)) == []
+    assert take(pacing(warmup_steps=9, readings=5), average(0, 0.0, 0.1, count=4)) == []
+    assert take(pacing(), average(0, 0.0, 0.1)) == []
 
 
 def test_a_wide_interval_holds_it_unless_it_has_to_be_near_zero_too() -> None:
-    wide, narrow = (
-        average(0, 0.1, 0.2),
-        average(0, 0.01, 0.02),
-    )  # up to 0.3 and 0.03, for a step of 4 of them 1.2 and 0.12
+    wide, narrow = average(0, 0.1, 0.2), average(0, 0.01, 0.02)  # per step of 4 of them up to 1.2 and 0.12
     for near, held in ((None, (True, True)), (0.5, (False, True)), (0.1, (False, False))):
-        paces = [WarmupDecay(warmup_steps=9, near_zero=near) for _ in held]
-        for pace, seen in zip(paces, (wide, narrow), strict=True):
-            pace.take(seen, "microbatch", 1)
-        assert tuple(pace.holding for pace in paces) == held
+        extended = [take(pacing(warmup_steps=9, near_zero=near), seen) for seen in (wide, narrow)]
+        assert tuple(map(bool, extended)) == held
 
 
 def test_a_warmup_of_the_schedule_is_stretched() -> None:
     """A schedule of start + (1 - start) t / W times the factor is the same line with a flat part in it."""
-    pace = WarmupDecay(warmup_steps=4, warmup_start=0.2, warmup_in_schedule=True)
+    pace = pacing(warmup_steps=4, warmup_start=0.2, warmup_in_schedule=True)
     schedule = [0.2, 0.4, 0.6, 0.8, 1.0, 1.0, 1.0, 1.0]
     seen = []
     for step, rate in enumerate(schedule):
         seen.append(rate * pace.factor)
-        pace.tick(step + 1)
+        tick(pace)
         if step == 1:
-            pace.take(average(step, 0.0, 0.1), "microbatch", step + 1)
+            take(pace, average(step, 0.0, 0.1))
         if step == 3:
-            pace.take(average(step, 2.0, 1.0), "microbatch", step + 1)
+            take(pace, average(step, 2.0, 1.0))
     assert seen == pytest.approx([0.2, 0.4, 0.6, 0.6, 0.6, 0.8, 1.0, 1.0])
 
 
@@ -101,22 +118,22 @@ FALLING = [2.0 - step / 1000 for step in range(2000)]
 
 
 def play(
-    pace: WarmupDecay, values: dict[int, float], losses: list[float], *, until: int, half: float = 0.1, **other: Any
-) -> list[tuple[int, Change]]:
+    pace: GSNRScheduler, values: dict[int, float], losses: list[float], *, until: int, half: float = 0.1, **other: Any
+) -> list[tuple[int, Action]]:
     """Make steps; from each step in `values` on, an average over the last 20 steps every ten has that value."""
     found, value = [], values[0]
     for step in range(until):
-        pace.tick(step + 1)
+        tick(pace)
         value = values.get(step, value)
-        pace.losses.push(step, losses[step])
+        pace._state.losses.push(step, losses[step])
         if step % 10 == 0 and step >= 20:
             new = average(step, value, half * abs(value), begins=step - 20, **other)
-            found += [(step, decision) for decision in pace.take(new, "microbatch", step + 1)]
+            found += [(step, decision) for decision in take(pace, new)]
     return found
 
 
 def test_a_drop_with_a_level_loss_decays_after_three_averages_that_share_no_reading_with_the_best() -> None:
-    pace = WarmupDecay(sudden_drop=100.0)
+    pace = pacing(sudden_drop=100.0)
     found = play(pace, {0: 4.0, 300: 0.5}, LEVEL, until=600)
     # The best, with its lower end at 3.6, is of step 20, the first of equals; the drop shows at 300, 310 and 320.
     assert [(step, d.kind, d.finding) for step, d in found] == [(320, "decay", "decay_due")]
@@ -129,24 +146,24 @@ def test_a_drop_with_a_level_loss_decays_after_three_averages_that_share_no_read
 @pytest.mark.parametrize("low", [1.0, 0.85])
 def test_a_smaller_drop_or_a_loss_that_falls_does_not_decay(low: float) -> None:
     # 3.6 / 4 is 0.9: an average of 0.85 reaches up to 0.935.
-    assert play(WarmupDecay(sudden_drop=100.0), {0: 4.0, 300: low}, LEVEL, until=600) == []
-    assert play(WarmupDecay(sudden_drop=100.0), {0: 4.0, 300: 0.5}, FALLING, until=600) == []
+    assert play(pacing(sudden_drop=100.0), {0: 4.0, 300: low}, LEVEL, until=600) == []
+    assert play(pacing(sudden_drop=100.0), {0: 4.0, 300: 0.5}, FALLING, until=600) == []
 
 
 def test_a_sudden_drop_decays_at_once_even_while_the_loss_falls() -> None:
-    found = play(WarmupDecay(drop=1e6), {0: 4.0, 300: 0.5}, FALLING, until=600)
+    found = play(pacing(drop=1e6), {0: 4.0, 300: 0.5}, FALLING, until=600)
     # Now over 280..300, before over 250..270: baseline = (260 / 290)² = 0.80, 3 × 0.55 = 1.65 < 3.6 × 0.80 = 2.9.
     assert [(step, d.finding) for step, d in found] == [(320, "sudden_gsnr_drop")]
 
 
 def test_a_decline_with_the_length_of_the_run_is_not_sudden() -> None:
     values = {step: 4e4 / (step + 20) ** 2 for step in range(0, 2000, 10)}
-    assert play(WarmupDecay(drop=1e6), values, FALLING, until=2000) == []
+    assert play(pacing(drop=1e6), values, FALLING, until=2000) == []
 
 
 def test_decays_keep_the_cooldown_and_end_at_the_smallest_factor() -> None:
     values = {0: 400.0} | {300 * n: 400.0 / 20**n for n in range(1, 6)}
-    pace = WarmupDecay(decay=0.1, min_factor=0.05, cooldown=400, plateau=False)
+    pace = pacing(decay=0.1, min_factor=0.05, cooldown=400, plateau=False)
     found = play(pace, values, LEVEL, until=1800)
     assert [d.after["factor"] for _, d in found] == pytest.approx([0.1, 0.05])
     assert found[1][0] - found[0][0] >= 400
@@ -154,27 +171,27 @@ def test_decays_keep_the_cooldown_and_end_at_the_smallest_factor() -> None:
 
 
 def test_after_a_decay_only_what_was_read_after_it_counts() -> None:
-    pace = WarmupDecay(cooldown=0, sudden_drop=100.0)
+    pace = pacing(cooldown=0, sudden_drop=100.0)
     found = play(pace, {0: 4.0, 300: 0.5}, LEVEL, until=1500)
     assert len(found) == 1  # it stays at 0.5, which is no drop any more
-    assert pace.best["step"] > 320
+    assert pace._state.best["step"] > 320
 
 
 def test_no_decay_in_the_warmup_and_what_was_read_in_it_is_no_reference() -> None:
-    pace = WarmupDecay(warmup_steps=250, plateau=False)
+    pace = pacing(warmup_steps=250, plateau=False)
     assert play(pace, {0: 4.0, 200: 0.5}, LEVEL, until=600) == []
 
 
 @pytest.mark.parametrize(("source", "size"), [("microbatch", 2.0), ("adam", 8.0)])
 def test_values_of_another_batch_size_or_source_are_never_compared(source: str, size: float) -> None:
-    pace = WarmupDecay(plateau=False)
+    pace = pacing(plateau=False)
     play(pace, {0: 4.0}, LEVEL, until=300)
     for step in range(330, 400, 10):
-        assert pace.take(average(step, 0.5, 0.05, begins=step - 20, batch_size=size), source, step + 1) == []
+        assert take(pace, average(step, 0.5, 0.05, begins=step - 20, batch_size=size), source) == []
 
 
 def test_a_doubtful_signal_is_no_reference() -> None:
-    pace = WarmupDecay(plateau=False)
+    pace = pacing(plateau=False)
     assert play(pace, {0: 4.0, 300: 0.5}, LEVEL, until=600, half=0.6) == []
 
 
@@ -229,51 +246,42 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-def feed(pace: WarmupDecay, events: list[Any], begin: int = 0) -> list[Any]:
-    """Play events and tell all that came out."""
-    told: list[Any] = []
-    for step, (kind, *numbers) in enumerate(events, begin):
-        if kind == "tick":
-            told += pace.tick(step)
-        elif kind == "loss":
-            pace.losses.push(step, numbers[0])
-        else:
-            value, half, size = numbers
-            told += pace.take(average(step, value, half, begins=step - 2, batch_size=size), "adam", step)
-        told.append(pace.factor)
-    return told
-
-
 @settings(max_examples=200, deadline=None)
 @given(chosen=SETTINGS, events=EVENTS)
 def test_the_factor_stays_within_its_bounds_and_decays_keep_apart(chosen: dict[str, Any], events: list[Any]) -> None:
-    pace = WarmupDecay(**chosen)
-    last = None
-    for step, event in enumerate(events):
-        for out in feed(pace, [event], step):
-            if isinstance(out, Change) and out.kind == "decay":
-                assert last is None or pace.made - last >= pace.cooldown
-                last = pace.made
+    pace = pacing(**chosen)
+    state, last = pace._state, None
+    for step, (kind, *numbers) in enumerate(events):
+        if kind == "tick":
+            tick(pace)
+        elif kind == "loss":
+            state.losses.push(step, numbers[0])
+        else:
+            value, half, size = numbers
+            for action in take(pace, average(step, value, half, begins=step - 2, batch_size=size), "adam"):
+                if action.kind == "decay":
+                    assert last is None or state.made - last >= pace.cooldown
+                    last = state.made
         assert pace.min_factor * pace.warmup_start <= pace.factor <= 1
-        assert pace.held <= pace.longest_extension
-        assert pace.ramp + pace.held <= pace.made
+        assert state.held <= (4 * pace.warmup_steps if pace.max_extension is None else pace.max_extension)
+        assert state.ramp + state.held <= state.made
 
 
 # -- which readings count, and when -----------------------------------------------------------------------------------
 
 
 def test_micro_batches_count_adam_and_the_window_do_not() -> None:
-    evidence = GSNREvidence()
-    assert evidence.take(readings(1, 1.0, 0.1, source="adam")) is None
-    assert evidence.take(readings(2, 1.0, 0.1, source="window")) is None
-    assert 'source="adam"' in evidence.missing()
-    assert evidence.take(readings(3, 1.0, 0.1)) is not None
-    assert GSNREvidence(sources=("adam",)).take(readings(3, 1.0, 0.1)) is None
+    pace = pacing()
+    assert pace._average(readings(1, 1.0, 0.1, source="adam")) is None
+    assert pace._average(readings(2, 1.0, 0.1, source="window")) is None
+    assert 'source="adam"' in pace._missing()
+    assert pace._average(readings(3, 1.0, 0.1)) is not None
+    assert pacing(source="adam")._average(readings(3, 1.0, 0.1)) is None
 
 
 def test_an_interval_below_zero_is_nothing_to_act_on() -> None:
-    assert GSNREvidence(sources=("adam",)).take(readings(3, -1.0, 0.1, source="adam")) is None
-    assert GSNREvidence(sources=("adam",)).take(readings(3, -1.0, 1.1, source="adam")) is not None
+    assert pacing(source="adam")._average(readings(3, -1.0, 0.1, source="adam")) is None
+    assert pacing(source="adam")._average(readings(3, -1.0, 1.1, source="adam")) is not None
 
 
 def tiny(lr: Any = 1.0, groups: int = 1) -> tuple[nn.ParameterList, torch.optim.SGD]:
@@ -332,7 +340,7 @@ def test_the_users_own_callback_continues_and_its_error_does_not_end_ours(tmp_pa
         noise_loop(model, optimizer, pace, steps=5, signal=1.0)
         assert heard == [0]
         assert any("theirs" in str(finding.evidence) or "theirs" in finding.title for finding in monitor.findings)
-    assert pace._evidence.source == "microbatch"
+    assert pace._averages.source == "microbatch"
 
 
 # -- beside torch's schedulers ----------------------------------------------------------------------------------------

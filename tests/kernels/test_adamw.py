@@ -108,18 +108,6 @@ def test_state_dicts_load_both_ways(device: torch.device) -> None:
         assert_equal(parameters, train(torch.optim.AdamW, device, steps=5)[0])
 
 
-def test_replaced_state_is_used(device: torch.device) -> None:
-    results = []
-    for kind in (gv.optim.AdamW, torch.optim.AdamW):
-        parameters, optimizer = train(kind, device, steps=2)
-        state = optimizer.state[parameters[0]]
-        state["exp_avg"] = torch.zeros_like(state["exp_avg"])
-        give_gradients(parameters, 2)
-        optimizer.step()
-        results.append(parameters)
-    assert_equal(*results)
-
-
 def test_parameter_without_gradient_keeps_its_step(device: torch.device) -> None:
     results = []
     for kind in (gv.optim.AdamW, torch.optim.AdamW):
@@ -262,18 +250,6 @@ def test_failed_kernels_fall_back_to_torchs_step(
     kernels._State.broken.clear()
     assert not optimizer.reports_vitals
     assert_equal(found, train(torch.optim.AdamW, device)[0])
-
-
-def test_copied_optimizer_is_independent(device: torch.device) -> None:
-    parameters, optimizer = train(gv.optim.AdamW, device, steps=2, max_norm=1.0)
-    other = copy.deepcopy(optimizer)
-    copied = [p for group in other.param_groups for p in group["params"]]
-    assert other.max_norm == 1.0
-    for some, one in ((parameters, optimizer), (copied, other)):
-        give_gradients(some, 2)
-        one.step()
-    assert other.reports_vitals
-    assert_equal(parameters, copied, rtol=0, atol=0)
 
 
 def test_torch_compile_does_not_compile_the_step(device: torch.device) -> None:

@@ -137,12 +137,6 @@ def test_steps_and_gradients_match_those_without_kernels(
     assert all(launch["fresh"] == (launch["count"] == 2) for launch in launches)
 
 
-def test_backward_takes_at_most_two_launches(device: torch.device, launches: list[dict]) -> None:
-    train(device, steps=2)
-    last = [launch for launch in launches if launch["count"] == NUM_PARTS]
-    assert len(last) <= 2 * 2
-
-
 @pytest.mark.parametrize("kind", ["tensor", "accumulated"])
 def test_other_hooks_see_the_usual_gradients(kind: str, device: torch.device, launches: list[dict]) -> None:
     """With other hooks on a parameter, autograd adds, and no bit changes."""
@@ -284,15 +278,6 @@ def test_none_gradient_is_no_part(device: torch.device) -> None:
     assert [optimizer._parts.count_of(p) for p in (first, second)] == [2, 1]
 
 
-def test_sums_get_a_new_version(device: torch.device, launches: list[dict]) -> None:
-    first, _, _ = two_ones(device)
-    del launches[:]
-    version = first.grad._version
-    first.sum().backward()
-    assert [launch["added"] for launch in launches] == [False]
-    assert first.grad._version == version + 1
-
-
 def test_parts_of_different_streams_are_not_held_together(
     device: torch.device, launches: list[dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,36 +293,6 @@ def test_parts_of_different_streams_are_not_held_together(
     assert values(first, second) == [2, 2]
 
 
-def test_all_parts_of_a_step_share_one_table_of_chunks(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = []
-
-    def count(*args):
-        cut.append(args)
-        return original(*args)
-
-    original = vrgd.Chunks
-    monkeypatch.setattr(vrgd, "Chunks", count)
-    train(device, steps=2)
-    assert len(cut) == len({args[:1] for args in cut}) <= 4  # two kinds of places, in autograd's first part and ours
-
-
-def test_least_recently_used_set_is_dropped(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts_module, "MAX_SETS", 2)
-    adder = parts_module.PartAdder()
-
-    def add(size: int) -> None:
-        tensors = tuple(torch.ones(size, device=device) for _ in range(2))
-        adder.add(PartBatch(2, False, True, True, [(*tensors, noises[size])]))
-
-    noises = {size: torch.zeros(size, device=device) for size in (4, 8, 12)}
-    for size in (4, 8, 4, 12):
-        add(size)
-    assert [sizes for _, _, sizes in adder._sets] == [(4,), (12,)]
-    adder._sets[next(iter(adder._sets))].captured = True
-    add(8)
-    assert [sizes for _, _, sizes in adder._sets] == [(4,), (8,)]  # a CUDA graph reads the tables of the first
-
-
 def test_gradients_with_a_graph_stay_unchanged(device: torch.device, launches: list[dict]) -> None:
     parameters, _ = ready_for_a_part(device)
     del launches[:]
@@ -348,15 +303,6 @@ def test_gradients_with_a_graph_stay_unchanged(device: torch.device, launches: l
     assert all(p.grad.requires_grad for p in parameters)
     for parameter in parameters:
         parameter.grad = None
-
-
-def test_held_parts_are_bounded_in_size(
-    device: torch.device, launches: list[dict], monkeypatch: pytest.MonkeyPatch, without_kernels
-) -> None:
-    monkeypatch.setattr(parts_module, "ADDED_BYTES", 300)
-    found = train(device)
-    assert len(launches) > 3 * 2 * (NUM_PARTS - 1)
-    torch.testing.assert_close(found, without_kernels(), rtol=1e-5, atol=1e-6)
 
 
 def test_parameters_used_in_some_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

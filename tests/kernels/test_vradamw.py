@@ -14,7 +14,7 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals import kernels
-from gradvitals.kernels import adam, vrgd
+from gradvitals.kernels import vrgd
 from gradvitals.kernels.tables import Addresses, Chunks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -219,20 +219,6 @@ def test_other_optimizers_scale_in_place_by_kernels(make, device: torch.device, 
     found = trained(device, make=make)
     assert calls
     torch.testing.assert_close(found.values, by_torch(lambda: trained(device, make=make)).values, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("part", ["prepare", "update"])
-def test_failed_kernels_fall_back_to_torchs_step(part: str, device: torch.device, by_torch, monkeypatch) -> None:
-    def fail(*args, **kwargs):
-        raise RuntimeError("no compiler")
-
-    expected = by_torch(lambda: trained(device))
-    monkeypatch.setattr(adam, part, fail)
-    with pytest.warns(UserWarning, match="no compiler"):
-        found = trained(device)
-    kernels._State.broken.clear()
-    assert not found.optimizer.reports_vitals
-    torch.testing.assert_close(found.values, expected.values, rtol=2e-5, atol=2e-6)
 
 
 def test_sums_over_many_chunks_match_float64(device: torch.device) -> None:

@@ -13,6 +13,7 @@ import gradvitals as gv
 from gradvitals import kernels
 from gradvitals.collect import moments
 from gradvitals.kernels import reductions
+from gradvitals.worker.record import Context
 
 # The interpreter computes with numpy, which warns about results that are valid on a GPU.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -145,3 +146,25 @@ def test_failed_kernels_fall_back_to_torchs_readings(
     kernels._State.broken.clear()
     with gv.open_run(tmp_path / "run") as kept:
         assert np.isfinite(kept.matrix("grad/norm")[1]).all()
+
+
+def test_a_context_is_not_sent_with_every_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Parameters without a gradient at some steps, as experts are, change nothing that a step must describe again."""
+    sent: list[Context] = []
+    encode = Context.to_bytes
+    monkeypatch.setattr(Context, "to_bytes", lambda context: (sent.append(context), encode(context))[1])
+    experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)).to(device)
+    optimizer = gv.optim.AdamW(experts.parameters(), lr=1e-3)
+    config = gv.Config(tensor_every=1, worker="thread", quiet=True)
+    with gv.watch(experts, optimizer, run=tmp_path / "run", config=config) as monitor:
+        for step in range(12):
+            optimizer.zero_grad()
+            loss = experts[step % 3](torch.randn(8, 4, device=device)).square().mean()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    assert len(sent) <= 3  # one expert after the other has its first reading
+    with gv.open_run(tmp_path / "run") as run:
+        assert len(run.series("update/norm")[0]) == 12

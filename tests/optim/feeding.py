@@ -107,6 +107,52 @@ def compare(
         )
 
 
+LR = {"sgd": 0.1, "adam": 0.02, "adamw": 0.02, "lamb": 0.02, "lars": 1.0}
+
+
+class Pair:
+    """An optimizer and the transcription of its rule, from the same weights.
+
+    Options that are for the optimizer alone, such as `foreach`, do not matter to the transcription.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        *,
+        wrap: bool = False,
+        shapes: Sequence[tuple[int, ...]] = SHAPES,
+        names: Sequence[str] | None = None,
+        dtype: torch.dtype = torch.float64,
+        frozen: Sequence[int] = (),
+        **options: Any,
+    ) -> None:
+        options = {"lr": LR.get(rule, 0.01)} | options
+        self.params = parameters(starting_weights(shapes), dtype)
+        for number in frozen:
+            self.params[number].requires_grad_(False)
+        given = self.params if names is None else list(zip(names, self.params, strict=True))
+        self.optimizer = build(rule, given, wrap=wrap, **options)
+        each = [({"beta3": 0.0} if wrap else {}) | options for _ in shapes]
+        self.truth = Transcription(rule, starting_weights(shapes), each, names=names)
+
+    def step(self, *steps: Parts, **tolerance: Any) -> None:
+        """Take steps from the gradients of micro-batches; the weights stay equal."""
+        for parts in steps:
+            accumulate(self.params, parts)
+            self.finish(parts, **tolerance)
+
+    def finish(self, parts: Parts, **tolerance: Any) -> None:
+        """The optimizer steps with the gradients that it has, the transcription with these micro-batches."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.truth.step(weighted(parts))
+        self.compare(**tolerance)
+
+    def compare(self, **tolerance: Any) -> None:
+        compare(self.params, self.truth, **tolerance)
+
+
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     """Return whether tensors are equal bit for bit, including NaN."""
     return all(

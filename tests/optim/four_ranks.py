@@ -164,14 +164,11 @@ SCENARIOS: dict[str, Scenario] = {
     "4 ranks": Scenario(micro=1, make=momentum),
     "2 ranks, 2 micro-batches": Scenario(ranks=2, make=momentum),
     "4 ranks, 2 micro-batches": Scenario(),
-    "4 ranks, 3 micro-batches": Scenario(micro=3, make=momentum),
     "wrapped in DDP before": Scenario(wrap_first=True),
     "views": Scenario(ddp=VIEWS),
-    "views of one micro-batch": Scenario(micro=1, make=momentum, ddp=VIEWS),
     "zeros": Scenario(set_to_none=False, make=momentum),
     "views and zeros": Scenario(ddp=VIEWS, set_to_none=False),
     "small buckets": Scenario(ddp=SMALL),
-    "small buckets of one micro-batch": Scenario(micro=1, make=momentum, ddp=SMALL),
     "small buckets and views": Scenario(ddp=SMALL | VIEWS, make=momentum),
     "static graph": Scenario(micro=1, ddp=SMALL | {"static_graph": True}),
     "a branch unused on one rank": Scenario(micro=1, make=momentum, ddp=UNUSED, side=not_on_the_first),
@@ -179,7 +176,6 @@ SCENARIOS: dict[str, Scenario] = {
     "a branch used in one part": Scenario(ddp=UNUSED | SMALL, side=on_the_last_only),
     "a branch used in one part, views": Scenario(ddp=UNUSED | VIEWS, side=on_the_last_only),
     "a branch unused everywhere": Scenario(ddp=UNUSED, side=not_in_step_two),
-    "a branch unused everywhere, zeros": Scenario(ddp=UNUSED, side=not_in_step_two, set_to_none=False),
     "transposed": Scenario(transposed=True, make=momentum),
     "identical ranks": Scenario(identical=True, make=momentum),
     "wiener": Scenario(make=momentum, vr=WIENER),
@@ -190,18 +186,13 @@ SCENARIOS: dict[str, Scenario] = {
     "wrapper": Scenario(make=wrapped, vr={"beta3": 0.5}),
     "k declared": Scenario(vr={"k": 8}),
     "clipped": Scenario(clip=0.1, make=momentum),
-    "clipped, wiener": Scenario(clip=0.1, make=momentum, vr=WIENER),
     "scaled": Scenario(scaler=True, make=momentum),
-    "scaled and clipped": Scenario(scaler=True, clip=0.1, make=momentum),
     "scaled, wiener": Scenario(scaler=True, make=momentum, vr=WIENER),
     "begun anew": Scenario(give_up=True, make=momentum),
-    "begun anew, views": Scenario(give_up=True, ddp=VIEWS, set_to_none=False),
     "skipped": Scenario(skip=2, make=momentum),
-    "skipped, of one micro-batch": Scenario(skip=1, micro=1),
     "skipped, views and small buckets": Scenario(skip=2, make=momentum, ddp=VIEWS | SMALL),
     "skipped, wiener": Scenario(skip=2, make=momentum, vr=WIENER),
     "skipped, fewer micro-batches": Scenario(skip=1, make=momentum),
-    "skipped, more micro-batches": Scenario(skip=3, make=momentum),
     "skipped, a branch unused after": Scenario(skip=2, make=momentum, ddp=UNUSED | SMALL, side=not_in_step_two),
     "two heads": Scenario(net=TwoHeads, make=momentum, ddp=UNUSED | SMALL, side=on_the_second_of_two),
     "two heads on 2 ranks": Scenario(
@@ -220,9 +211,6 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "bfloat16 on the wire, small buckets": Scenario(
         dtype=torch.float32, tolerance=0.05, make=momentum, hook=default_hooks.bf16_compress_hook, ddp=SMALL | VIEWS
-    ),
-    "float16 on the wire": Scenario(
-        dtype=torch.float32, tolerance=0.01, make=momentum, micro=1, hook=default_hooks.fp16_compress_hook
     ),
 }
 

@@ -9,124 +9,73 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import (
-    BASES,
-    SHAPES,
-    Parts,
-    accumulate,
-    build,
-    compare,
-    gradients,
-    parameters,
-    same,
-    starting_weights,
-    train,
-    weighted,
-)
+from feeding import BASES, LR, Pair, Parts, accumulate, build, gradients, parameters, same, starting_weights, train
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transcription import Transcription
 
 import gradvitals as gv
 
 STEPS = gradients(6)
-LR = {"sgd": 0.1, "adam": 0.02, "adamw": 0.02, "lamb": 0.02, "lars": 1.0}
 ALL_RULES = pytest.mark.parametrize("rule", list(LR))
-
-
-def truth_of(rule: str, **options: Any) -> Transcription:
-    return Transcription(rule, starting_weights(), [{"lr": LR[rule]} | options for _ in SHAPES])
-
+BOTH = pytest.mark.parametrize("wrap", [False, True])
 
 # -- how many parts -----------------------------------------------------------------------------------------------
 
 
 @ALL_RULES
-@pytest.mark.parametrize("wrap", [False, True])
+@BOTH
 def test_one_gradient_raises_and_says_how_to_get_more(rule: str, wrap: bool) -> None:
-    params = parameters(starting_weights())
-    optimizer = build(rule, params, wrap=wrap, lr=LR[rule])
-    accumulate(params, STEPS[0][:1])
+    pair = Pair(rule, wrap=wrap)
+    accumulate(pair.params, STEPS[0][:1], weight=1 / 8)
     with pytest.raises(RuntimeError, match=r"(?s)micro-batch.*use_ranks|use_ranks.*micro-batch"):
-        optimizer.step()
-    compare(params, truth_of(rule), rtol=0, atol=0)
-
-
-def test_training_works_after_the_fix() -> None:
-    params = parameters(starting_weights())
-    optimizer = build("sgd", params, lr=0.1)
-    accumulate(params, STEPS[0][:1], weight=1 / 8)
-    with pytest.raises(RuntimeError, match="micro-batch"):
-        optimizer.step()
-    accumulate(params, STEPS[0][1:], weight=1 / 8)
-    optimizer.step()
-    truth = truth_of("sgd")
-    truth.step(weighted(STEPS[0]))
-    compare(params, truth)
+        pair.optimizer.step()
+    pair.compare(rtol=0, atol=0)
+    accumulate(pair.params, STEPS[0][1:], weight=1 / 8)  # the fix
+    pair.finish(STEPS[0])
 
 
 @ALL_RULES
-@pytest.mark.parametrize("wrap", [False, True])
+@BOTH
 def test_step_without_gradients(rule: str, wrap: bool) -> None:
     """As in torch, nothing happens: weights and state stay unchanged, and no step is counted."""
-    params, truth = parameters(starting_weights()), truth_of(rule, beta3=0.5, gamma=lambda step: 0.5 / (1 + step))
-    vr = {"beta3": 0.5, "gamma": lambda step: 0.5 / (1 + step)}
-    optimizer = build(rule, params, wrap=wrap, lr=LR[rule], **vr)
-    optimizer.step()
-    compare(params, truth, rtol=0, atol=0)
-    assert not optimizer.state
+    pair = Pair(rule, wrap=wrap, beta3=0.5, gamma=lambda step: 0.5 / (1 + step))
+    pair.optimizer.step()
+    pair.compare(rtol=0, atol=0)
+    assert not pair.optimizer.state
     for parts in STEPS[:3]:
-        train(optimizer, params, [parts])
-        optimizer.step()
-        truth.step(weighted(parts))
-        compare(params, truth)
+        pair.step(parts)
+        pair.optimizer.step()
+        pair.compare()
 
 
 @ALL_RULES
-@pytest.mark.parametrize("wrap", [False, True])
+@BOTH
 def test_last_step_of_an_epoch_with_one_part_is_the_bases(rule: str, wrap: bool) -> None:
     """A single micro-batch has nothing to compare with, so its gradient is not scaled."""
-    params, truth = parameters(starting_weights()), truth_of(rule, beta3=0.5)
-    optimizer = build(rule, params, wrap=wrap, lr=LR[rule], beta3=0.5)
+    pair = Pair(rule, wrap=wrap, beta3=0.5)
     rest = [parts[:1] for parts in gradients(2, seed=5)]
     for number, parts in enumerate([STEPS[0], rest[0], STEPS[1], rest[1], STEPS[2]]):
-        before, state = [nn.Parameter(p.detach().clone()) for p in params], copy.deepcopy(optimizer.state_dict())
-        accumulate(params, parts)
+        before = [nn.Parameter(p.detach().clone()) for p in pair.params]
+        state = copy.deepcopy(pair.optimizer.state_dict())
+        pair.truth.vr = len(parts) > 1
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            optimizer.step()
-        optimizer.zero_grad()
+            pair.step(parts, what=f"weights after step {number}")
         assert len(caught) == (number == 1)  # once
-        assert optimizer.last_num_parts == len(parts)
-        truth.vr = len(parts) > 1
-        truth.step(weighted(parts))
-        compare(params, truth, what=f"weights after step {number}")
+        assert pair.optimizer.last_num_parts == len(parts)
         if len(parts) == 1:
             base = BASES[rule](before, lr=LR[rule])
             base.load_state_dict(state)
             train(base, before, [parts])
-            assert same(params, before)
+            assert same(pair.params, before)
         if number == 1:
             assert issubclass(caught[0].category, UserWarning)
             assert "1 gradient," in str(caught[0].message)
             assert "not scaled" in str(caught[0].message)
 
 
-@pytest.mark.parametrize("wrap", [False, True])
-def test_short_last_step_raises_if_k_is_set(wrap: bool) -> None:
-    params, truth = parameters(starting_weights()), truth_of("sgd")
-    optimizer = build("sgd", params, wrap=wrap, k=8, lr=0.1)
-    train(optimizer, params, STEPS[:2])
-    accumulate(params, STEPS[2][:1])
-    with pytest.raises(RuntimeError, match=r"1 gradient.*k = 8"):
-        optimizer.step()
-    for parts in STEPS[:2]:
-        truth.step(weighted(parts))
-    compare(params, truth)
-
-
 @ALL_RULES
-@pytest.mark.parametrize("wrap", [False, True])
+@BOTH
 def test_gamma_of_one_needs_no_micro_batches(rule: str, wrap: bool) -> None:
     """It equals the base from the first step, without a warning."""
     params, others = (parameters(starting_weights()) for _ in range(2))
@@ -151,78 +100,49 @@ def test_warnings_point_at_the_users_line(came: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("k", [2, 3, 4, 5])
-@pytest.mark.parametrize("wrap", [False, True])
+@BOTH
 def test_few_parts_warn_once(k: int, wrap: bool) -> None:
-    params = parameters(starting_weights())
-    truth = truth_of("sgd")
-    optimizer = build("sgd", params, wrap=wrap, lr=0.1)
+    pair = Pair("sgd", wrap=wrap)
     for number, parts in enumerate(STEPS[:3]):
-        accumulate(params, parts[:k])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            optimizer.step()
-        optimizer.zero_grad()
+            pair.step(parts[:k])
         assert len(caught) == (number == 0)
         if number == 0:
             assert issubclass(caught[0].category, UserWarning)
             assert str(k) in str(caught[0].message)
             assert "6" in str(caught[0].message)
-        truth.step(weighted(parts[:k]))
-        compare(params, truth)
-
-
-def test_each_optimizer_warns_once() -> None:
-    for _ in range(2):
-        params = parameters(starting_weights())
-        optimizer = build("sgd", params)
-        accumulate(params, STEPS[0][:3])
-        with pytest.warns(UserWarning, match="3"):
-            optimizer.step()
 
 
 @pytest.mark.parametrize("came", [7, 9, 1])
-@pytest.mark.parametrize("wrap", [False, True])
+@BOTH
 def test_other_number_of_parts_than_k_raises(came: int, wrap: bool) -> None:
-    params = parameters(starting_weights())
-    optimizer = build("sgd", params, wrap=wrap, k=8, lr=0.1)
-    accumulate(params, gradients(1, came)[0])
+    pair = Pair("sgd", wrap=wrap, k=8)
+    accumulate(pair.params, gradients(1, came)[0])
     with pytest.raises(RuntimeError, match=rf"(?s){came}.*8|8.*{came}"):
-        optimizer.step()
-    compare(params, truth_of("sgd"), rtol=0, atol=0)
-    optimizer.zero_grad()
-    train(optimizer, params, STEPS[:1])
-    truth = truth_of("sgd")
-    truth.step(weighted(STEPS[0]))
-    compare(params, truth)
+        pair.optimizer.step()
+    pair.compare(rtol=0, atol=0)
+    pair.optimizer.zero_grad()
+    pair.step(STEPS[0])
 
 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 def test_training_continues_after_an_error(scale: str) -> None:
     """What a step added before it raised must not be added twice."""
-    params, truth = parameters(starting_weights()), truth_of("sgd", scale=scale)
-    optimizer = build("sgd", params, lr=0.1, k=8, scale=scale)
+    pair = Pair("sgd", k=8, scale=scale)
     parts = [[None if i in (1, 4) else part[0], *part[1:]] for i, part in enumerate(STEPS[0])]
-    accumulate(params, parts[:7], weight=1 / 8)
+    accumulate(pair.params, parts[:7], weight=1 / 8)
     with pytest.raises(RuntimeError, match="7"):
-        optimizer.step()
-    accumulate(params, parts[7:], weight=1 / 8)
-    optimizer.step()
-    truth.step(weighted(parts))
-    compare(params, truth)
+        pair.optimizer.step()
+    accumulate(pair.params, parts[7:], weight=1 / 8)
+    pair.finish(parts)
 
 
 @pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("rule", list(LR))
+@ALL_RULES
 def test_empty_parameter(rule: str, foreach: bool) -> None:
     shapes = ((3, 2), (0, 4), (5,))
-    params = parameters(starting_weights(shapes))
-    optimizer = build(rule, params, lr=LR[rule], foreach=foreach)
-    truth = Transcription(rule, starting_weights(shapes), [{"lr": LR[rule]} for _ in shapes])
-    steps = gradients(3, shapes=shapes)
-    for parts in steps:
-        truth.step(weighted(parts))
-    train(optimizer, params, steps)
-    compare(params, truth)
+    Pair(rule, shapes=shapes, foreach=foreach).step(*gradients(3, shapes=shapes))
 
 
 @pytest.mark.parametrize("options", [{}, {"granularity": "row"}, {"scale": "wiener"}, {"beta3": 0.5}], ids=str)
@@ -252,112 +172,73 @@ def test_strides_do_not_matter(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("how", ["optimizer, none", "optimizer, zeros", "model, none", "by hand"])
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
 def test_zero_grad_discards_collected_parts(rule: str, how: str) -> None:
-    params, truth = parameters(starting_weights()), truth_of(rule)
-    optimizer = build(rule, params, lr=LR[rule])
-    holder = nn.ParameterList(params)
+    pair = Pair(rule)
+    holder = nn.ParameterList(pair.params)
     for number, parts in enumerate(STEPS):
-        accumulate(params, gradients(1, 3 + number, seed=99)[0], weight=7.0)  # discarded
+        accumulate(pair.params, gradients(1, 3 + number, seed=99)[0], weight=7.0)  # discarded
         if how == "model, none":
             holder.zero_grad()
         elif how == "by hand":
-            for p in params:
+            for p in pair.params:
                 p.grad = None
         else:
-            optimizer.zero_grad(set_to_none=how == "optimizer, none")
-        accumulate(params, parts)
-        optimizer.step()
-        assert optimizer.last_num_parts == 8
-        optimizer.zero_grad(set_to_none=how != "optimizer, zeros")
-        truth.step(weighted(parts))
-        compare(params, truth)
+            pair.optimizer.zero_grad(set_to_none=how == "optimizer, none")
+        pair.step(parts)
+        assert pair.optimizer.last_num_parts == 8
 
 
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 def test_removed_gradient_discards_its_parts(scale: str) -> None:
     """Eight parts were discarded; the step uses the three that reached other parameters since."""
-    params, truth = parameters(starting_weights()), truth_of("sgd", scale=scale)
-    optimizer = build("sgd", params, lr=0.1, scale=scale)
-    accumulate(params, STEPS[0], weight=7.0)
-    for p in params:
+    pair = Pair("sgd", scale=scale)
+    accumulate(pair.params, STEPS[0], weight=7.0)
+    for p in pair.params:
         p.grad = None
-    parts = [[None, *part[1:]] for part in STEPS[1][:3]]
-    accumulate(params, parts)
     with pytest.warns(UserWarning, match="a step of 3 gradients"):
-        optimizer.step()
-    assert optimizer.last_num_parts == 3
-    optimizer.zero_grad()
-    truth.step(weighted(parts))
-    compare(params, truth)
-    train(optimizer, params, STEPS[2:4])
-    for parts in STEPS[2:4]:
-        truth.step(weighted(parts))
-    compare(params, truth)
+        pair.step([[None, *part[1:]] for part in STEPS[1][:3]])
+    assert pair.optimizer.last_num_parts == 3
+    pair.step(*STEPS[2:4])
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_model_zero_grad_works(set_to_none: bool) -> None:
-    """After the step, the usual place."""
-    params, truth = parameters(starting_weights()), truth_of("adamw")
-    holder = nn.ParameterList(params)
-    optimizer = build("adamw", params, lr=LR["adamw"])
+@pytest.mark.parametrize("when", ["after the step", "before backward"])
+def test_usual_places_of_zero_grad(when: str, set_to_none: bool) -> None:
+    pair = Pair("adamw")
+    holder = nn.ParameterList(pair.params)
     for parts in STEPS:
-        accumulate(params, parts)
-        optimizer.step()
-        holder.zero_grad(set_to_none=set_to_none)
-        truth.step(weighted(parts))
-        compare(params, truth)
+        if when == "before backward":
+            holder.zero_grad(set_to_none)
+        accumulate(pair.params, parts)
+        pair.optimizer.step()
+        if when == "after the step":
+            holder.zero_grad(set_to_none)
+        pair.truth.step([[c / 8 for c in part] for part in parts])
+        pair.compare()
 
 
-def test_zero_grad_before_backward() -> None:
-    """The other usual place."""
-    params, truth = parameters(starting_weights()), truth_of("sgd")
-    optimizer = build("sgd", params, lr=0.1)
-    for parts in STEPS:
-        optimizer.zero_grad()
-        accumulate(params, parts)
-        optimizer.step()
-        truth.step(weighted(parts))
-    compare(params, truth)
-
-
-def test_closure_runs_all_parts() -> None:
-    params, truth = parameters(starting_weights()), truth_of("sgd")
-    optimizer = build("sgd", params, lr=0.1)
+@BOTH
+def test_closure_runs_all_parts(wrap: bool) -> None:
+    pair = Pair("sgd", wrap=wrap)
     for parts in STEPS:
         calls = []
 
         def closure(parts: Parts = parts, calls: list[int] = calls) -> torch.Tensor:
             calls.append(1)
-            optimizer.zero_grad()
-            accumulate(params, parts)
+            pair.optimizer.zero_grad()
+            accumulate(pair.params, parts)
             return torch.tensor(float(len(parts)))
 
         with torch.no_grad():
-            assert optimizer.step(closure) == 8
+            assert pair.optimizer.step(closure) == 8
         assert calls == [1]
-        truth.step(weighted(parts))
-        compare(params, truth)
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_closure_works_through_the_wrapper(kind: str) -> None:
-    params = parameters(starting_weights())
-    truth = Transcription(kind, starting_weights(), [{"lr": LR[kind], "beta3": 0.0} for _ in SHAPES])
-    optimizer = build(kind, params, wrap=True, lr=LR[kind])
-
-    def closure() -> float:
-        accumulate(params, STEPS[0])
-        return 3.5
-
-    assert optimizer.step(closure) == 3.5
-    truth.step(weighted(STEPS[0]))
-    compare(params, truth)
+        pair.truth.step([[c / 8 for c in part] for part in parts])
+        pair.compare()
 
 
 # -- errors -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [False, True])
+@BOTH
 def test_sparse_gradients_raise(wrap: bool) -> None:
     model = nn.Embedding(10, 3, sparse=True)
     optimizer = build("sgd", model.parameters(), wrap=wrap)
@@ -372,7 +253,7 @@ def test_sparse_gradients_raise(wrap: bool) -> None:
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adam", "adamw"])
-@pytest.mark.parametrize("wrap", [False, True])
+@BOTH
 def test_differentiable_raises(rule: str, wrap: bool) -> None:
     with pytest.raises(ValueError, match="differentiable"):
         build(rule, parameters(starting_weights()), wrap=wrap, differentiable=True)
@@ -400,33 +281,6 @@ def test_arguments_of_the_base_and_options_go_together() -> None:
     assert (group["lr"], group["momentum"], group["nesterov"], group["gamma"]) == (0.5, 0.9, True, 0.3)
     assert gv.optim.VRAdamW(parameters(starting_weights()), max_norm=1.0).max_norm == 1.0
     assert {"params", "lr", "momentum", "gamma", "beta3"} <= set(inspect.signature(gv.optim.VRSGD).parameters)
-
-
-def test_base_checks_its_own_arguments() -> None:
-    params = parameters(starting_weights())
-    for rule in LR:
-        with pytest.raises(ValueError, match=r"(?i)learning rate|lr"):
-            build(rule, params, lr=-1.0)
-        with pytest.raises((ValueError, TypeError)):
-            build(rule, [], lr=0.1)
-
-
-@pytest.mark.parametrize("wrap", [False, True])
-def test_is_a_torch_optimizer(wrap: bool) -> None:
-    for rule in LR:
-        optimizer = build(rule, parameters(starting_weights()), wrap=wrap, lr=LR[rule])
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        assert type(optimizer).__name__ in repr(optimizer)
-        assert "gamma" in repr(optimizer)
-
-
-def test_named_rule_can_replace_a_custom_one() -> None:
-    params, truth = parameters(starting_weights()), truth_of("sgd")
-    optimizer = build("sgd", params, lr=LR["sgd"], scale=lambda mean, variance, k, gamma: torch.zeros_like(mean))
-    optimizer.param_groups[0]["scale"] = "paper"
-    truth.step(weighted(STEPS[0]))
-    train(optimizer, params, STEPS[:1])
-    compare(params, truth)
 
 
 def test_averages_follow_the_models_dtype() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from feeding import (
-    SHAPES,
+    Pair,
     accumulate,
     build,
     compare,
@@ -28,46 +28,17 @@ STEPS = gradients(6)
 NAMES = ("blocks.0.attn.weight", "blocks.0.attn.bias", "blocks.1.scale", "head.weight")
 
 
-@pytest.mark.parametrize(("rule", "foreach"), [("sgd", True), ("sgd", False), ("adamw", True), ("lars", True)])
+@pytest.mark.parametrize(
+    ("rule", "foreach", "wrap"),
+    [("sgd", True, False), ("sgd", False, False), ("sgd", True, True), ("adamw", True, False), ("lars", True, False)],
+)
 @pytest.mark.parametrize(
     ("scale", "granularity"),
     [("paper", g) for g in (None, "tensor", "layer", "row")]
     + [("wiener", g) for g in (None, "element", "row", "tensor", "hierarchical")],
 )
-def test_matches_the_transcription(rule: str, scale: str, granularity: str | None, foreach: bool) -> None:
-    options = {"lr": {"sgd": 0.1, "adamw": 0.02, "lars": 1.0}[rule], "scale": scale, "granularity": granularity}
-    params = parameters(starting_weights())
-    truth = Transcription(rule, starting_weights(), [options for _ in params], names=NAMES)
-    optimizer = build(rule, list(zip(NAMES, params, strict=True)), foreach=foreach, **options)
-    for parts in STEPS:
-        truth.step(weighted(parts))
-        train(optimizer, params, [parts])
-        compare(params, truth)
-
-
-@pytest.mark.parametrize("granularity", ["layer", "row", "tensor"])
-def test_wrapper_knows_parameter_names(granularity: str) -> None:
-    options = {"lr": 0.1, "granularity": granularity}
-    params = parameters(starting_weights())
-    truth = Transcription("sgd", starting_weights(), [options for _ in params], names=NAMES)
-    optimizer = build("sgd", list(zip(NAMES, params, strict=True)), wrap=True, **options)
-    for parts in STEPS[:3]:
-        truth.step(weighted(parts))
-    train(optimizer, params, STEPS[:3])
-    compare(params, truth)
-
-
-def test_granularities_differ() -> None:
-    """Each granularity gives its own result, not that of the default."""
-    found = {}
-    for granularity in ("tensor", "row"):
-        found[granularity] = factors_of_one_step(STEPS[0], granularity=granularity)[0]
-    for granularity in ("element", "row", "tensor", "hierarchical"):
-        found["wiener " + granularity] = factors_of_one_step(STEPS[0], scale="wiener", granularity=granularity)[0]
-    kinds = list(found)
-    for number, one in enumerate(kinds):
-        for other in kinds[number + 1 :]:
-            assert np.abs(found[one] - found[other]).max() > 0.01, (one, other)
+def test_matches_the_transcription(rule: str, scale: str, granularity: str | None, foreach: bool, wrap: bool) -> None:
+    Pair(rule, wrap=wrap, names=NAMES, foreach=foreach, scale=scale, granularity=granularity).step(*STEPS)
 
 
 def test_rows_match_a_hand_computed_step() -> None:
@@ -170,9 +141,4 @@ def test_dead_elements(scale: str, granularity: str) -> None:
         part[0][1] = 0.0  # a row
         part[0][2, 3] = 0.0
         part[1][4] = 0.0
-    options = {"lr": 1.0, "scale": scale, "granularity": granularity}
-    params = parameters(starting_weights())
-    truth = Transcription("sgd", starting_weights(), [options for _ in SHAPES])
-    truth.step(weighted(parts))
-    train(build("sgd", params, **options), params, [parts])
-    compare(params, truth)
+    Pair("sgd", lr=1.0, scale=scale, granularity=granularity).step(parts)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from feeding import (
     SHAPES,
+    Pair,
     accumulate,
     build,
     compare,
@@ -68,21 +69,6 @@ def test_parameters_do_not_keep_each_other_alive(kind: dict[str, Any]) -> None:
     del optimizer, params
     gc.collect()
     assert [reference() for reference in gone] == [None] * 4
-
-
-def test_optimizers_in_sequence() -> None:
-    """A notebook creates a new optimizer in each cell: only the last one has an effect."""
-    params = parameters(starting_weights())
-    for _ in range(3):
-        optimizer = build("sgd", params, lr=0.1)
-    gc.collect()
-    truth = Transcription("sgd", starting_weights(), [{"lr": 0.1} for _ in SHAPES])
-    train(optimizer, params, STEPS[:2])
-    for parts in STEPS[:2]:
-        truth.step(weighted(parts))
-    compare(params, truth)
-    assert {live_hooks(p) for p in params} == {live_hooks(params[0])}
-    assert live_hooks(params[0]) <= 2
 
 
 @EVERY
@@ -174,24 +160,6 @@ def test_parameters_added_later(kind: dict[str, Any]) -> None:
     compare(params[2:], later)
 
 
-def test_two_optimizers_of_one_model() -> None:
-    params = parameters(starting_weights())
-    one = gv.optim.VRSGD(params[:2], lr=0.1)
-    two = gv.optim.VRAdamW(params[2:], lr=0.02)
-    plain = Transcription("sgd", starting_weights()[:2], [{"lr": 0.1}] * 2)
-    adam = Transcription("adamw", starting_weights()[2:], [{"lr": 0.02}] * 2)
-    for parts in STEPS:
-        accumulate(params, parts)
-        one.step()
-        two.step()
-        one.zero_grad()
-        two.zero_grad()
-        plain.step(weighted([part[:2] for part in parts]))
-        adam.step(weighted([part[2:] for part in parts]))
-    compare(params[:2], plain)
-    compare(params[2:], adam)
-
-
 def test_optimizers_with_different_step_intervals() -> None:
     """The second steps half as often, with twice the micro-batches."""
     params = parameters(starting_weights())
@@ -211,27 +179,11 @@ def test_optimizers_with_different_step_intervals() -> None:
     compare(params[2:], truths[1])
 
 
-def test_autograd_engine_stays_unchanged() -> None:
-    """torch.autograd.grad and double backward bypass ``.grad`` and are no parts of a step."""
-    params = parameters(starting_weights())
-    optimizer = build("sgd", params, lr=0.1)
-    for part in STEPS[0]:
-        loss = sum((p * torch.tensor(c)).sum() for p, c in zip(params, part, strict=True)) / 8
-        torch.autograd.grad(loss * 100, params, retain_graph=True)
-        loss.backward()
-    optimizer.step()
-    assert optimizer.last_num_parts == 8
-    truth = Transcription("sgd", starting_weights(), [{"lr": 0.1} for _ in SHAPES])
-    truth.step(weighted(STEPS[0]))
-    compare(params, truth)
-
-
 @pytest.mark.parametrize("scale", ["paper", "wiener"])
 def test_autograd_grad_between_parts_counts_no_part(scale: str) -> None:
     """torch.autograd.grad of another loss between backward passes, of all parameters or of one not reached next."""
-    params = parameters(starting_weights())
-    optimizer = build("sgd", params, lr=0.1, scale=scale)
-    truth = Transcription("sgd", starting_weights(), [{"lr": 0.1, "scale": scale} for _ in SHAPES])
+    pair = Pair("sgd", scale=scale)
+    params = pair.params
     for parts in STEPS[:3]:
         seen = [[None if number in (0, 3, 4) else part[0], *part[1:]] for number, part in enumerate(parts)]
         for number, part in enumerate(seen):
@@ -241,25 +193,8 @@ def test_autograd_grad_between_parts_counts_no_part(scale: str) -> None:
             if number == 5:
                 (first,) = torch.autograd.grad(params[1].pow(3).sum(), params[1], create_graph=True)
                 torch.autograd.grad(first.sum(), params[1])
-        optimizer.step()
-        assert optimizer.last_num_parts == 8
-        optimizer.zero_grad()
-        truth.step(weighted(seen))
-        compare(params, truth)
-
-
-def test_autograd_grad_results_are_not_kept() -> None:
-    """For a parameter that the next backward does not reach."""
-    params = parameters(starting_weights())
-    optimizer = build("sgd", params, lr=0.1)
-    accumulate(params, STEPS[0][:2])
-    (looked_at,) = torch.autograd.grad(params[0].pow(3).sum(), params[0])
-    accumulate(params, [[None, *STEPS[0][2][1:]]])
-    tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
-    kept = [t for t in tensors if t.shape == looked_at.shape and t.data_ptr() == looked_at.data_ptr()]
-    assert len(kept) == 1  # here
-    with pytest.warns(UserWarning, match="a step of 3"):
-        optimizer.step()
+        pair.finish(seen)
+        assert pair.optimizer.last_num_parts == 8
 
 
 def test_gradient_penalty() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from feeding import accumulate, build, compare, gradients, parameters, same, starting_weights, train, weighted
+from feeding import Pair, accumulate, build, compare, gradients, parameters, starting_weights, train, weighted
 from transcription import Transcription
-
-import gradvitals as gv
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("sgd", {"lr": 0.1}),
@@ -48,62 +45,20 @@ EVERY = pytest.mark.parametrize(("rule", "options", "wrap"), [case[1:] for case 
 STEPS = gradients(15)
 
 
-def truth_of(
-    rule: str, options: dict[str, Any] | list[dict[str, Any]], *, wrap: bool = False, **more: Any
-) -> Transcription:
-    weights = starting_weights()
-    each = [dict(options) for _ in weights] if isinstance(options, dict) else options
-    each = [({"beta3": 0.0} if wrap else {}) | o for o in each]
-    return Transcription(rule, weights, each, **more)
-
-
-def check(
-    optimizer: torch.optim.Optimizer,
-    params: list[Any],
-    truth: Transcription,
-    *,
-    steps: int = 15,
-    rtol: float = 1e-10,
-    **options: Any,
-) -> None:
-    for number, parts in enumerate(STEPS[:steps]):
-        truth.step(weighted(parts))
-        accumulate(params, parts)
-        optimizer.step()
-        optimizer.zero_grad()
-        compare(params, truth, rtol=rtol, what=f"weights after step {number}", **options)
-
-
 @EVERY
 @pytest.mark.parametrize("foreach", [True, False])
 def test_float64(rule: str, options: dict[str, Any], wrap: bool, foreach: bool) -> None:
-    params = parameters(starting_weights())
-    check(build(rule, params, wrap=wrap, foreach=foreach, **options), params, truth_of(rule, options, wrap=wrap))
+    Pair(rule, wrap=wrap, foreach=foreach, **options).step(*STEPS)
 
 
 @EVERY
 def test_float32(rule: str, options: dict[str, Any], wrap: bool) -> None:
-    params = parameters(starting_weights(), torch.float32)
-    truth = truth_of(rule, options, wrap=wrap)
-    check(build(rule, params, wrap=wrap, **options), params, truth, rtol=2e-5, atol=5e-6)
+    Pair(rule, wrap=wrap, dtype=torch.float32, **options).step(*STEPS, rtol=2e-5, atol=5e-6)
 
 
 @EVERY
 def test_maximize(rule: str, options: dict[str, Any], wrap: bool) -> None:
-    params = parameters(starting_weights())
-    truth = truth_of(rule, options | {"maximize": True}, wrap=wrap)
-    check(build(rule, params, wrap=wrap, maximize=True, **options), params, truth, steps=4)
-
-
-@EVERY
-def test_foreach_and_single_agree(rule: str, options: dict[str, Any], wrap: bool) -> None:
-    results = []
-    for foreach in (True, False):
-        params = parameters(starting_weights(), torch.float32)
-        train(build(rule, params, wrap=wrap, foreach=foreach, **options), params, STEPS[:4])
-        results.append([p.detach() for p in params])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-7)
+    Pair(rule, wrap=wrap, maximize=True, **options).step(*STEPS[:4])
 
 
 GROUPS: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -143,7 +98,12 @@ def test_groups_with_their_own_settings(name: str, wrap: bool) -> None:
     params = parameters(starting_weights())
     groups = [{"params": [p], **options} for p, options in zip(params, each, strict=True)]
     optimizer = build(rule, groups, wrap=wrap, lr=123.0)
-    check(optimizer, params, truth_of(rule, each, wrap=wrap))
+    defaults = {"beta3": 0.0} if wrap else {}
+    truth = Transcription(rule, starting_weights(), [defaults | options for options in each])
+    for parts in STEPS:
+        truth.step(weighted(parts))
+        train(optimizer, params, [parts])
+        compare(params, truth)
 
 
 @pytest.mark.parametrize(("rule", "lr"), [("sgd", 0.1), ("adam", 0.02), ("lars", 1.0)])
@@ -154,25 +114,8 @@ def test_gamma_may_be_a_schedule(rule: str, lr: float) -> None:
         seen.append(step)
         return 0.5 / (1 + step)
 
-    params = parameters(starting_weights())
-    truth = truth_of(rule, {"lr": lr, "gamma": lambda step: 0.5 / (1 + step)})
-    check(build(rule, params, lr=lr, gamma=gamma), params, truth)
+    Pair(rule, lr=lr, gamma=gamma).step(*STEPS)
     assert sorted(set(seen)) == list(range(15))
-
-
-def test_gamma_schedule_in_one_group() -> None:
-    params = parameters(starting_weights())
-    each = [{"lr": 0.1, "gamma": lambda step: min(1.0, 0.1 * step)}] + [{"lr": 0.1, "gamma": 0.2} for _ in params[1:]]
-    groups = [{"params": params[:1], "gamma": each[0]["gamma"]}, {"params": params[1:]}]
-    check(build("sgd", groups, lr=0.1, gamma=0.2), params, truth_of("sgd", each))
-
-
-def test_built_in_schedules() -> None:
-    linear = gv.optim.schedules.linear(0.1, 0.9, 4)
-    assert [linear(step) for step in range(6)] == pytest.approx([0.1, 0.3, 0.5, 0.7, 0.9, 0.9])
-    cosine = gv.optim.schedules.cosine(1.0, 0.2, 4)
-    half = 0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2
-    assert [cosine(step) for step in (0, 1, 2, 4, 9)] == pytest.approx([1.0, half, 0.6, 0.2, 0.2])
 
 
 @pytest.mark.parametrize("gamma", [-0.1, 1.1, float("nan")])
@@ -214,93 +157,43 @@ def test_invalid_options_raise(wrong: dict[str, Any], wrap: bool) -> None:
         build("sgd", named, wrap=wrap, **wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, "bf16"], ids=str)
-@pytest.mark.parametrize("wrap", [False, True])
-def test_float16_moments_raise(dtype: Any, wrap: bool) -> None:
-    """Told in words with what may be chosen: of all, of a group, or set by hand later."""
-    params = parameters(starting_weights())
-    words = r"moments_dtype is .*(float16|'bf16'); expected torch\.bfloat16"
-    with pytest.raises(ValueError, match=words):
-        build("sgd", params, wrap=wrap, moments_dtype=dtype)
-    with pytest.raises(ValueError, match=words):
-        build("sgd", [{"params": params[:2]}, {"params": params[2:], "moments_dtype": dtype}])
-    optimizer = build("sgd", params, wrap=wrap)
-    train(optimizer, params, STEPS[:1])
-    optimizer.param_groups[0]["moments_dtype"] = dtype
-    accumulate(params, STEPS[1])
-    with pytest.raises(ValueError, match=words):
-        optimizer.step()
-
-
-def test_last_num_parts_is_the_number_of_parts() -> None:
-    params = parameters(starting_weights())
-    optimizer = build("sgd", params)
-    train(optimizer, params, gradients(2, k=7))
-    assert optimizer.last_num_parts == 7
-    train(optimizer, params, gradients(1, k=9))
-    assert optimizer.last_num_parts == 9
-
-
 @pytest.mark.parametrize("k", [6, 7, 11, 64])
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_any_number_of_parts(rule: str, k: int) -> None:
-    steps = gradients(3, k)
-    params = parameters(starting_weights())
-    truth = truth_of(rule, {"lr": 0.05})
-    for parts in steps:
-        truth.step(weighted(parts))
-    train(build(rule, params, lr=0.05, k=k), params, steps)
-    compare(params, truth)
+    pair = Pair(rule, lr=0.05, k=k)
+    pair.step(*gradients(3, k))
+    assert pair.optimizer.last_num_parts == k
 
 
 def test_number_of_parts_may_change_from_step_to_step() -> None:
-    params = parameters(starting_weights())
-    truth = truth_of("adamw", {"lr": 0.05})
-    steps = [parts for k in (8, 6, 16) for parts in gradients(1, k, seed=k)]
-    for parts in steps:
-        truth.step(weighted(parts))
-    train(build("adamw", params, lr=0.05), params, steps)
-    compare(params, truth)
+    pair = Pair("adamw", lr=0.05)
+    for k in (8, 6, 16):
+        pair.step(*gradients(1, k, seed=k))
+        assert pair.optimizer.last_num_parts == k
 
 
 @pytest.mark.parametrize("weight", [1.0, 1 / 8, 100.0])
 def test_loss_divisor_does_not_change_the_factors(weight: float) -> None:
-    params = parameters(starting_weights())
-    truth = truth_of("sgd", {"lr": 0.1})
-    truth.step(weighted(STEPS[0], weight))
-    optimizer = build("sgd", params, lr=0.1)
-    accumulate(params, STEPS[0], weight)
-    grads = [p.grad.clone() for p in params]
-    optimizer.step()
-    compare(params, truth)
-    for p, g, factor in zip(params, grads, truth.factors, strict=True):
+    pair = Pair("sgd")
+    accumulate(pair.params, STEPS[0], weight)
+    grads = [p.grad.clone() for p in pair.params]
+    pair.optimizer.step()
+    pair.truth.step(weighted(STEPS[0], weight))
+    pair.compare()
+    for p, g, factor in zip(pair.params, grads, pair.truth.factors, strict=True):
         np.testing.assert_allclose((p.grad / g).numpy(), factor, rtol=1e-10)
 
 
 def test_learning_rate_may_be_a_tensor() -> None:
-    params = parameters(starting_weights())
-    truth = truth_of("adamw", {"lr": 0.02})
-    check(build("adamw", params, lr=torch.tensor(0.02, dtype=torch.float64)), params, truth)
+    pair = Pair("adamw", lr=torch.tensor(0.02, dtype=torch.float64))
+    for options in pair.truth.options:
+        options["lr"] = 0.02
+    pair.step(*STEPS)
 
 
 def test_changed_group_settings_take_effect() -> None:
-    params = parameters(starting_weights())
-    truth = truth_of("sgd", {"lr": 0.1})
-    optimizer = build("sgd", params, lr=0.1)
+    pair = Pair("sgd")
     for parts, gamma in zip(STEPS[:4], (0.1, 0.5, 0.0, 1.0), strict=True):
-        optimizer.param_groups[0]["gamma"] = gamma
-        for o in truth.options:
-            o["gamma"] = gamma
-        truth.step(weighted(parts))
-        train(optimizer, params, [parts])
-        compare(params, truth)
-
-
-def test_transcription_differs_from_the_base() -> None:
-    """What these tests would miss if factors were 1: nothing may be equal to the base rule by accident."""
-    plain, reduced = truth_of("sgd", {"lr": 0.1}, vr=False), truth_of("sgd", {"lr": 0.1})
-    for parts in STEPS[:1]:
-        plain.step(weighted(parts))
-        reduced.step(weighted(parts))
-    assert np.abs(plain.weights[0] - reduced.weights[0]).max() > 0.01
-    assert not same([torch.tensor(w) for w in plain.weights[:1]], [torch.tensor(w) for w in reduced.weights[:1]])
+        for options in (*pair.truth.options, pair.optimizer.param_groups[0]):
+            options["gamma"] = gamma
+        pair.step(parts)

@@ -82,29 +82,6 @@ def test_loading_an_earlier_state(kind: dict[str, Any]) -> None:
     assert same(params, there)
 
 
-def test_settings_are_saved_in_the_state() -> None:
-    params = parameters(starting_weights())
-    groups = [{"params": params[:1], "gamma": 0.3, "beta3": 0.6}, {"params": params[1:]}]
-    optimizer = build("adamw", groups, lr=0.02, gamma=0.2)
-    train(optimizer, params, STEPS[:2])
-    others = [nn.Parameter(p.detach().clone()) for p in params]
-    other = build("adamw", [{"params": others[:1]}, {"params": others[1:]}])
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
-    assert [(g["gamma"], g["beta3"], g["lr"]) for g in other.param_groups] == [(0.3, 0.6, 0.02), (0.2, 0.9, 0.02)]
-    train(optimizer, params, STEPS[2:])
-    train(other, others, STEPS[2:])
-    assert same(params, others)
-
-
-def test_state_before_the_first_step() -> None:
-    params = parameters(starting_weights())
-    state = through_a_file(build("adam", params, lr=0.03).state_dict())
-    other = build("adam", params)
-    other.load_state_dict(state)
-    assert other.param_groups[0]["lr"] == 0.03
-    train(other, params, STEPS[:1])
-
-
 def test_factors_keep_their_precision() -> None:
     """torch casts loaded state to the parameter's dtype; the average of factors of bfloat16 weights must not be."""
     params = parameters(starting_weights(), torch.bfloat16)
@@ -247,10 +224,3 @@ def test_base_with_its_own_state_dict() -> None:
     train(optimizer, params, STEPS[4:])
     train(other, others, STEPS[4:])
     assert same(params, others)
-
-
-def test_loading_a_different_number_of_parameters_raises() -> None:
-    params = parameters(starting_weights())
-    state = build("sgd", params).state_dict()
-    with pytest.raises(ValueError, match=r"size|group"):
-        build("sgd", params[:2]).load_state_dict(state)

@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import gradvitals as gv
+
+DEFAULT = object()
+
 
 def mlp() -> nn.Module:
     torch.manual_seed(0)
@@ -21,6 +25,15 @@ def classes(count: int = 48, batch_size: int = 8, seed: int = 1) -> DataLoader[A
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 6, generator=generator)
     return DataLoader(TensorDataset(x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long()), batch_size)
+
+
+def ask(
+    model: nn.Module | None = None, loader: Any = None, loss_fn: Any = DEFAULT, n_batches: int = 10, **settings: Any
+) -> gv.probe.Probe:
+    """Probe a model, by default an MLP of three classes."""
+    model, loader = model or mlp(), classes() if loader is None else loader
+    loss_fn = nn.CrossEntropyLoss() if loss_fn is DEFAULT else loss_fn
+    return gv.probe(model, loader, loss_fn, n_batches, **{"progress": False, **settings})
 
 
 def everything() -> nn.Module:

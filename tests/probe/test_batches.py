@@ -67,12 +67,6 @@ def test_the_loss_of_batches_of_many_kinds(batch: Any) -> None:
     assert torch.equal(one.target(part), Y[1:3])
 
 
-def test_two_inputs_and_a_target() -> None:
-    one = subject(nn.Bilinear(6, 2, 1), nn.MSELoss())
-    batch = (X, torch.ones(4, 2), torch.zeros(4, 1))
-    assert one.loss(batch).dim() == 0
-
-
 def test_a_single_tensor_is_its_own_target() -> None:
     model = nn.Linear(6, 6)
     assert torch.equal(subject(model, nn.MSELoss()).loss(X), F.mse_loss(model(X), X))
@@ -131,15 +125,6 @@ def test_a_loss_that_is_not_one_number_is_told(loss_fn: Any, words: str) -> None
         gv.probe(probed.mlp(), probed.classes(), loss_fn)
 
 
-def test_an_output_without_logits() -> None:
-    class Odd(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return {"score": super().forward(x)}
-
-    with pytest.raises(GradvitalsError, match=r"expected a tensor, something with \.logits"):
-        subject(Odd(6, 3), nn.CrossEntropyLoss()).loss((X, Y))
-
-
 def test_the_answers_among_what_a_model_returns() -> None:
     loss, scores, ids = torch.tensor(0.5), torch.ones(4, 3), torch.zeros(4, dtype=torch.int64)
     for output in (scores, (loss, scores), [scores, loss], {"loss": loss, "logits": scores}, (ids, {"x": scores})):
@@ -160,26 +145,10 @@ def test_no_more_batches_are_read_than_asked_for() -> None:
 
 def test_a_compiled_model_is_looked_at_as_it_is_inside() -> None:
     model = probed.mlp()
-    found = gv.probe(
-        torch.compile(model, backend="eager"),
-        probed.classes(),
-        nn.CrossEntropyLoss(),
-        3,
-        questions=["signal", "samples"],
-        progress=False,
-    )
+    found = probed.ask(torch.compile(model, backend="eager"), n_batches=3, questions=["signal", "samples"])
     assert found.about["model"] == "Sequential"
     assert [row["name"] for row in found.signal["tensors"]] == [name for name, _ in model.named_parameters()]
     assert found.samples["method"] == "vmap"
-
-
-def test_a_model_that_is_its_own_loss() -> None:
-    class WithLoss(nn.Linear):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(super().forward(x), y)
-
-    found = gv.probe(WithLoss(6, 3), probed.classes(), n_batches=3, questions="signal", progress=False)
-    assert found.about["batches"] == 3
 
 
 def test_the_models_device_is_the_only_one() -> None:

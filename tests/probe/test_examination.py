@@ -21,7 +21,7 @@ from gradvitals.report.probe import probe_text
 def found() -> Probe:
     model = probed.mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return gv.probe(model, probed.classes(), nn.CrossEntropyLoss(), 6, optimizer=optimizer, progress=False)
+    return probed.ask(model, n_batches=6, optimizer=optimizer)
 
 
 def test_everything_is_answered(found: Probe) -> None:
@@ -83,7 +83,7 @@ def test_many_tensors_are_cut_and_the_bad_ones_kept(found: Probe) -> None:
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_one_question_alone(question: str) -> None:
-    found = gv.probe(probed.mlp(), probed.classes(), nn.CrossEntropyLoss(), 3, questions=question, progress=False)
+    found = probed.ask(n_batches=3, questions=question)
     assert [name for name in QUESTIONS if getattr(found, name)] == [question]
     assert len(found.about["losses"]) == 3
     assert str(found)
@@ -91,7 +91,7 @@ def test_one_question_alone(question: str) -> None:
 
 def test_a_language_model_with_dict_batches() -> None:
     model = probed.Blocks()
-    found = gv.probe(model, probed.tokens(), n_batches=4, lr=1e-2, progress=False)
+    found = probed.ask(model, probed.tokens(), None, n_batches=4, lr=0.01)
     assert found.about["task"] == "language"
     assert found.about["questions"] == list(QUESTIONS), found.notes
     assert found.signal["tensors"][0]["name"] == "embed.weight"
@@ -100,16 +100,9 @@ def test_a_language_model_with_dict_batches() -> None:
 
 
 def test_a_loader_shorter_than_asked_is_a_note() -> None:
-    found = gv.probe(probed.mlp(), probed.classes(16), nn.CrossEntropyLoss(), 10, questions="signal", progress=False)
+    found = probed.ask(probed.mlp(), probed.classes(16), n_batches=10, questions="signal")
     assert found.about["batches"] == 2
     assert found.notes == ["2 of 10 batches: the loader had no more"]
-
-
-def test_one_batch_and_batches_of_two_sizes_are_notes() -> None:
-    found = gv.probe(probed.mlp(), probed.classes(8), nn.CrossEntropyLoss(), 1, questions="signal", progress=False)
-    assert found.notes == ["one batch has no spread: GSNR needs two or more, and ten make it more certain"]
-    found = gv.probe(probed.mlp(), probed.classes(12), nn.CrossEntropyLoss(), 2, questions="signal", progress=False)
-    assert any("4 to 8 examples" in note for note in found.notes)
 
 
 def test_a_loader_without_a_batch() -> None:
@@ -140,14 +133,7 @@ def test_a_question_that_fails_is_a_note_and_the_others_are_answered() -> None:
                 raise ValueError("one example is not enough")
             return super().forward(x)
 
-    found = gv.probe(
-        Fragile(6, 3),
-        probed.classes(),
-        nn.CrossEntropyLoss(),
-        3,
-        questions=["signal", "samples", "landscape"],
-        progress=False,
-    )
+    found = probed.ask(Fragile(6, 3), n_batches=3, questions=["signal", "samples", "landscape"])
     assert found.samples is None
     assert found.signal is not None
     assert found.landscape is not None
@@ -180,9 +166,9 @@ def test_checkpointing_that_knows_only_backward() -> None:
             return self.head(x)
 
     model, batches = Checkpointed(), [(x.clone(), y) for x, y in probed.classes()]
-    found = gv.probe(model, batches, nn.CrossEntropyLoss(), 4, questions="signal", progress=False)
+    found = probed.ask(model, batches, n_batches=4, questions="signal")
     plain = nn.Sequential(model.inner, model.head)
-    expected = gv.probe(plain, probed.classes(), nn.CrossEntropyLoss(), 4, questions="signal", progress=False)
+    expected = probed.ask(plain, n_batches=4, questions="signal")
     assert found.signal["total"]["norm"] == pytest.approx(expected.signal["total"]["norm"])
     assert all(p.grad is None for p in model.parameters())
 
@@ -202,18 +188,10 @@ def test_a_narrow_window_keeps_names_and_verdicts_and_cuts_no_number(found: Prob
     assert "…" not in text
 
 
-def test_long_names_are_folded_and_whole(found: Probe) -> None:
-    record = json.loads(json.dumps(found.record()))
-    name = "model.decoder.layers.11.self_attention.query_key_value.weight"
-    record["signal"]["tensors"][0]["name"] = name
-    text = probe_text(record, 80)
-    assert name in "".join("".join(line.split()[:1]) for line in text.splitlines())
-
-
 def test_regression_has_all_answers_and_no_accuracy() -> None:
     x = torch.randn(40, 3)
     batches = list(zip(x.split(8), x.sum(1, keepdim=True).split(8), strict=True))
-    found = gv.probe(nn.Linear(3, 1), batches, nn.MSELoss(), 5, lr=0.1, progress=False)
+    found = probed.ask(nn.Linear(3, 1), batches, nn.MSELoss(), 5, lr=0.1)
     assert found.about["task"] == "regression"
     assert found.about["questions"] == list(QUESTIONS), found.notes
     assert "Loss when inputs change" in str(found)
@@ -237,8 +215,6 @@ def test_examples_are_measured_with_the_statistics_of_the_model_as_given() -> No
     model.zero_grad()
     model.train()
     for count in (1, 10):
-        found = gv.probe(
-            model, batches, torch.nn.functional.mse_loss, count, questions="samples", examples=16, progress=False
-        )
+        found = probed.ask(model, batches, torch.nn.functional.mse_loss, count, questions="samples", examples=16)
         assert found.samples is not None
         assert found.samples["norms"] == pytest.approx(norms, rel=1e-4)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import gradvitals as gv
 from gradvitals.probe.data import Subject
 from gradvitals.probe.landscape import Curvature, landscape_record, top_eigenvalue
 
@@ -118,32 +117,22 @@ def test_a_linear_loss_has_no_edge() -> None:
 def test_beyond_the_edge_is_a_warning() -> None:
     model = Quadratic([2.0], [3.0])
     for lr, severity in ((1.5, "warning"), (0.5, "fine")):
-        found = gv.probe(model, [torch.zeros(1)], lr=lr, questions="landscape", progress=False)
+        found = probed.ask(model, [torch.zeros(1)], None, lr=lr, questions="landscape")
         assert found.verdict[0]["severity"] == severity
         assert ("2/lr is 1.33" in found.verdict[0]["detail"]) == (lr == 1.5)
 
 
 def test_attention_has_a_second_derivative_here() -> None:
-    found = gv.probe(probed.Blocks(), probed.tokens(), lr=0.1, questions="landscape", progress=False)
+    found = probed.ask(probed.Blocks(), probed.tokens(), None, lr=0.1, questions="landscape")
     assert found.landscape["method"] == "double backward"
     assert found.landscape["top_eigenvalue"] > 0
 
 
 def test_dropout_does_not_shake_the_line() -> None:
     model = nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.Linear(32, 3))
-    found = gv.probe(model, probed.classes(), nn.CrossEntropyLoss(), 1, lr=1e-6, questions="landscape", progress=False)
+    found = probed.ask(model, n_batches=1, lr=1e-06, questions="landscape")
     losses = found.landscape["line"]["loss"]
     assert max(losses) - min(losses) < 1e-4
-
-
-def test_a_line_whose_end_is_lowest_is_said_to_go_on() -> None:
-    model = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    found = gv.probe(
-        model, probed.classes(), nn.CrossEntropyLoss(), 2, optimizer=optimizer, questions="landscape", progress=False
-    )
-    [told] = found.verdict
-    assert told["detail"] == "the lowest on the line is at 8 steps or beyond, where the line ends"
 
 
 def test_without_a_learning_rate_the_unit_is_the_best_step_of_a_quadratic() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import gradvitals as gv
 from gradvitals.probe.layers import Activations, effective_rank, planned_update
 
 
@@ -49,7 +48,7 @@ def test_norms_by_hand() -> None:
     model = nn.Linear(2, 1, bias=False)
     model.weight.data = torch.tensor([[3.0, 4.0]])
     batches = [torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])]
-    found = gv.probe(model, batches, lambda output: output.sum(), lr=0.1, questions="layers", progress=False)
+    found = probed.ask(model, batches, lambda output: output.sum(), lr=0.1, questions="layers")
     [row] = found.layers["tensors"]
     assert row["grad_norm"] == pytest.approx(math.sqrt(0.5))
     assert row["weight_norm"] == pytest.approx(5.0)
@@ -61,9 +60,7 @@ def test_norms_by_hand() -> None:
 def test_an_optimizer_that_wants_a_closure_is_a_note() -> None:
     model = probed.mlp()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
-    found = gv.probe(
-        model, probed.classes(), nn.CrossEntropyLoss(), 3, optimizer=optimizer, questions="layers", progress=False
-    )
+    found = probed.ask(model, n_batches=3, optimizer=optimizer, questions="layers")
     assert found.layers["update_by"] == "lr"
     assert any("could not be made on a copy" in note for note in found.notes)
 
@@ -113,8 +110,8 @@ def test_a_unit_that_was_on_once_is_not_dead_and_channels_are_units() -> None:
 
 def test_the_same_gradients_with_or_without_looking_at_activations() -> None:
     model, loader = probed.everything(), probed.classes()
-    alone = gv.probe(model, loader, nn.CrossEntropyLoss(), 3, questions="signal", progress=False)
-    both = gv.probe(model, loader, nn.CrossEntropyLoss(), 3, questions=["signal", "layers"], progress=False)
+    alone = probed.ask(model, loader, n_batches=3, questions="signal")
+    both = probed.ask(model, loader, n_batches=3, questions=["signal", "layers"])
     assert alone.signal["total"] == both.signal["total"]
 
 
@@ -169,31 +166,12 @@ def test_gelu_is_no_tanh(kind: type[nn.Module]) -> None:
     assert [(row["module"], row["kind"]) for row in seen.records()] == [("3", "tanh")]
 
 
-def test_a_number_of_units_that_changes_is_a_note() -> None:
-    seen = Activations(model := nn.Sequential(nn.ReLU()))
-    with seen.watching():
-        model(torch.ones(2, 3))
-        model(torch.ones(2, 4))
-    assert "changes its number of units" in next(iter(seen.notes))
-
-
-def test_few_dead_units_are_counted_and_not_called_none() -> None:
-    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
-    model[0].bias.data[3] = -100.0
-    found = gv.probe(model, probed.classes(), nn.CrossEntropyLoss(), 3, questions="layers", progress=False)
-    assert found.verdict[0]["severity"] == "fine"
-    assert "few dead units (1 of 16)" in found.verdict[0]["title"]
-
-
 def test_a_loss_that_is_nowhere_finite_has_no_gradients_to_show() -> None:
-    found = gv.probe(
-        probed.mlp(),
-        probed.classes(),
-        lambda output, target: output.sum() * math.nan,
-        3,
+    found = probed.ask(
+        loss_fn=lambda output, target: output.sum() * math.nan,
+        n_batches=3,
         lr=0.1,
         questions=["layers", "landscape", "samples"],
-        progress=False,
     )
     assert all(math.isnan(row["grad_norm"]) for row in found.layers["tensors"])
     assert math.isnan(found.landscape["edge"])

@@ -37,10 +37,6 @@ def test_what_is_no_loader(loader: Any, words: str) -> None:
         ask(loader, nn.CrossEntropyLoss())
 
 
-def test_batches_of_one_tensor_each_are_a_loader() -> None:
-    assert ask(X.split(2), nn.MSELoss(), nn.Linear(6, 6)).about["batches"] == 4
-
-
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -91,11 +87,6 @@ def test_an_error_of_the_model_names_types_and_a_loss_that_is_none() -> None:
 def test_model_and_loader_the_wrong_way_round() -> None:
     with pytest.raises(ConfigError, match=r"model is list; expected a torch.nn.Module first"):
         gv.probe([(X, Y)], probed.mlp(), nn.CrossEntropyLoss())
-
-
-def test_a_learning_rate_as_text() -> None:
-    with pytest.raises(ConfigError, match="lr is '1e-3'; expected a positive learning rate as a number"):
-        ask([(X, Y)], nn.CrossEntropyLoss(), lr="1e-3")
 
 
 def test_complex_parameters() -> None:
@@ -174,28 +165,6 @@ def test_an_optimizer_at_the_start_of_its_warm_up() -> None:
     assert found.layers["update_by"] == "none"
 
 
-def test_the_largest_learning_rate_of_all_groups_counts() -> None:
-    model = probed.mlp()
-    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2:].parameters(), "lr": 0.3}]
-    assert ask([(X, Y)], nn.CrossEntropyLoss(), model, optimizer=torch.optim.SGD(groups, lr=0.1)).about["lr"] == 0.3
-
-
-def test_a_data_set_that_cannot_tell_its_length() -> None:
-    class Unsure(TensorDataset):
-        known = True
-
-        def __len__(self) -> int:
-            if not Unsure.known:
-                raise TypeError("who knows")
-            return super().__len__()
-
-    loader = DataLoader(Unsure(X, Y), 4)
-    batches = list(loader.batch_sampler)
-    loader = DataLoader(Unsure(X, Y), batch_sampler=batches)
-    Unsure.known = False
-    assert ask(loader, nn.CrossEntropyLoss()).about["train_size"] is None
-
-
 def test_a_sparse_embedding() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -209,23 +178,6 @@ def test_a_sparse_embedding() -> None:
     found = ask(batches, nn.CrossEntropyLoss(), Words(), questions=["signal", "samples", "landscape"])
     assert found.about["questions"] == ["signal", "samples", "landscape"], found.notes
     assert math.isfinite(found.samples["norms"][0])
-
-
-def test_a_batch_keeps_its_kind() -> None:
-    from collections import UserDict
-
-    class Encoding(UserDict):  # type: ignore[type-arg]
-        def __getattr__(self, name: str) -> Any:
-            if name == "data" or name not in self.data:
-                raise AttributeError(name)
-            return self.data[name]
-
-    def loss(model: nn.Module, batch: Encoding) -> Tensor:
-        return F.cross_entropy(model(batch.x), batch.y)
-
-    given = Encoding(x=X, y=Y)
-    assert ask([given], loss, questions=["signal", "samples"]).about["questions"] == ["signal", "samples"]
-    assert given.x is X
 
 
 def test_what_a_module_and_a_loss_write_down_is_put_back() -> None:

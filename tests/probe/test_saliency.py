@@ -119,16 +119,6 @@ def test_integrated_gradients_sum_to_the_change_of_the_answer(seed: int, smooth:
     assert sums["expected"] == pytest.approx(float(change.sum()))
 
 
-def test_points_are_added_until_what_is_shown_adds_up() -> None:
-    """Two points miss a steep answer by half."""
-    x = torch.tensor([[[1.0, -0.9], [0.5, 0.4]]], dtype=torch.float64)
-    opening = opened(lambda x: torch.tanh(8 * x.sum(dim=(1, 2))), x)
-    parts, sums = integrated_gradients(opening, score_of(opening), points=2)
-    assert sums["expected"] == pytest.approx(math.tanh(8.0))
-    assert float(parts.sum()) == pytest.approx(math.tanh(8.0), rel=0.01)
-    assert sums["error"] <= 0.01
-
-
 def test_smoothgrad_of_a_square_is_its_gradient_since_noise_comes_in_pairs() -> None:
     x = torch.tensor([[1.0, -2.0, 3.0]], dtype=torch.float64)
     opening = opened(lambda x: (x**2).sum(dim=1), x)
@@ -166,14 +156,6 @@ def test_an_image_has_channels_and_a_picture() -> None:
     assert np.count_nonzero(picture) == 2
     assert np.shape(found.shown[0]["image"]) == (3, 8, 6)
     assert found.shown[0]["scores"]["gradient"][2][5] == pytest.approx(3.0)
-
-
-def test_a_large_image_is_kept_small() -> None:
-    model = Formula(lambda x: x.mean(dim=(1, 2, 3)))
-    x = torch.rand(1, 1, 200, 100)
-    found = saliency(model, mean, x)
-    assert np.shape(found.shown[0]["image"]) == (1, 48, 48)
-    assert np.shape(found.profiles["gradient"]["picture"]) == (48, 48)
 
 
 @pytest.mark.parametrize(

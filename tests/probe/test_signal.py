@@ -3,11 +3,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import probed
 import pytest
 import torch
 from torch import nn
 
-import gradvitals as gv
 from gradvitals.probe.gradients import Stream, judge, signal_record
 
 
@@ -74,16 +74,6 @@ def test_coefficient_of_variation_by_hand() -> None:
     assert found["tensors"][0]["norms"] == [1.0, 2.0, 3.0]
 
 
-def test_layers_join_their_tensors() -> None:
-    weight, bias = normal(8, 30, mean=1.0), normal(8, 5, seed=2, mean=-1.0)
-    found = record_of({"0.weight": weight, "0.bias": bias, "1.weight": normal(8, 9, seed=3)})
-    first, second = found["layers"]
-    assert (first["layer"], first["tensors"], first["numel"]) == ("0", 2, 35)
-    whole = gv.functional.gsnr(torch.cat([weight, bias], dim=1))
-    assert [first["gsnr"], first["gsnr_low"]] == pytest.approx([whole.value, whole.low], rel=1e-3)
-    assert second["verdict"] == "noise"
-
-
 def test_words_for_what_few_batches_cannot_tell() -> None:
     base = {
         "nonfinite": 0,
@@ -108,7 +98,7 @@ def test_a_deep_sigmoid_network_vanishes() -> None:
     model = nn.Sequential(*layers, nn.Linear(8, 2))
     x = torch.randn(40, 8)
     batches = list(zip(x.split(8), (x[:, 0] > 0).long().split(8), strict=True))
-    found = gv.probe(model, batches, nn.CrossEntropyLoss(), 5, questions="signal", progress=False)
+    found = probed.ask(model, batches, n_batches=5, questions="signal")
     assert "0.weight" in found.signal["thresholds"]["vanishing_relative_names"]
     assert any(item["severity"] == "warning" and "vanish" in item["title"] for item in found.verdict)
 
@@ -117,7 +107,7 @@ def test_a_bias_before_batch_norm_is_no_alarm() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
     batches = [(torch.randn(16, 4), torch.randn(16, 1)) for _ in range(5)]
-    found = gv.probe(model, batches, nn.MSELoss(), 5, questions="signal", progress=False)
+    found = probed.ask(model, batches, nn.MSELoss(), 5, questions="signal")
     assert found.signal["thresholds"]["vanishing_relative_names"] == ["0.bias"]
     [told] = [item for item in found.verdict if "vanish" in item["title"]]
     assert told["severity"] == "info"
@@ -127,7 +117,7 @@ def test_a_bias_before_batch_norm_is_no_alarm() -> None:
 def test_nan_gradients_are_critical() -> None:
     model = nn.Linear(2, 1)
     batches = [torch.ones(4, 2), torch.full((4, 2), math.nan), torch.randn(4, 2), torch.randn(4, 2)]
-    found = gv.probe(model, batches, lambda output: output.square().mean(), questions="signal", progress=False)
+    found = probed.ask(model, batches, lambda output: output.square().mean(), questions="signal")
     assert found.verdict[0]["severity"] == "critical"
     assert found.signal["tensors"][0]["nonfinite"] == 1
     assert math.isfinite(found.signal["total"]["gsnr"])

@@ -56,7 +56,7 @@ def test_every_question_leaves_the_model_as_it_was(question: str) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     kept = copy.deepcopy(optimizer.state_dict())
     before = state_of(model)
-    found = gv.probe(model, loader, nn.CrossEntropyLoss(), 4, optimizer=optimizer, questions=question, progress=False)
+    found = probed.ask(model, loader, n_batches=4, optimizer=optimizer, questions=question)
     assert getattr(found, question) is not None, found.notes
     assert_same(before, state_of(model))
     assert optimizer.state_dict() == kept
@@ -74,7 +74,7 @@ def test_also_after_an_error_in_the_loss() -> None:
     loader = probed.classes()
     before = state_of(model)
     with pytest.raises(ZeroDivisionError):
-        gv.probe(model, loader, loss, progress=False)
+        probed.ask(model, loader, loss)
     assert_same(before, state_of(model))
 
 
@@ -96,7 +96,7 @@ def test_a_graph_made_before_still_has_its_backward() -> None:
     model = probed.mlp()
     loss = model(torch.randn(4, 6)).square().sum()
     expected = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    gv.probe(model, probed.classes(), nn.CrossEntropyLoss(), 3, lr=0.1, progress=False)
+    probed.ask(model, n_batches=3, lr=0.1)
     found = torch.autograd.grad(loss, list(model.parameters()))
     assert all(map(torch.equal, expected, found))
 
@@ -122,7 +122,7 @@ def test_a_shuffling_loader_goes_on_where_it_stood() -> None:
     ):
         model = nn.Linear(2, 1)
         before = torch.get_rng_state(), generator.get_state()
-        gv.probe(model, loader, lambda output: output.mean(), 3, questions="signal", progress=False)
+        probed.ask(model, loader, lambda output: output.mean(), 3, questions="signal")
         assert torch.equal(before[0], torch.get_rng_state())
         assert torch.equal(before[1], generator.get_state())
 
@@ -131,7 +131,7 @@ def test_works_without_gradients_outside() -> None:
     model, loader = probed.mlp(), probed.classes()
     for without in (torch.no_grad(), torch.inference_mode()):
         with without:
-            found = gv.probe(model, loader, nn.CrossEntropyLoss(), 3, questions="signal", progress=False)
+            found = probed.ask(model, loader, n_batches=3, questions="signal")
         assert found.signal["total"]["norm"] > 0
 
 

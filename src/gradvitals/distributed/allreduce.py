@@ -471,7 +471,8 @@ class RankReducer:
         audits = [step for step in steps if step.audit]
         ends = np.cumsum([len(vector) for vector in (*vectors, *chunk.audits)])
         cut = np.split(joined.numpy(), ends[:-1])
-        table = self._table_of(steps[-1])
+        # Without pipeline stages, the rows of all ranks are this rank's own, which are current.
+        table = steps[-1].table if self.topology.num_stages == 1 else self._table
         shared = [
             self.packer.unpack(vector, kind, own, table)
             for vector, kind, own in zip(cut[: len(steps)], kinds, steps, strict=True)
@@ -519,10 +520,6 @@ class RankReducer:
                 step.ranks["ranks/errors"] = np.array([float(self.errors)])
                 step.ranks["ranks/lr"] = np.array([math.nan if step.lr is None else step.lr])
                 self._seconds = []
-
-    def _table_of(self, own: StepSums) -> Table:
-        """Returns the rows of all ranks; without pipeline stages, this rank's own, which are current."""
-        return own.table if self.topology.num_stages == 1 else self._table
 
     def _reduce(self, vector: Floats, how: dist.ReduceOp.RedOpType) -> Collectives:
         tensor = torch.from_numpy(np.ascontiguousarray(vector))

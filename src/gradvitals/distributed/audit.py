@@ -47,11 +47,6 @@ def print_of(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
 
 
-def row_salt(name: str) -> int:
-    """Returns what distinguishes a row from another one with the same content; equal on all ranks."""
-    return print_of(name.encode())
-
-
 def split(prints: Prints) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Returns the low and the high halves, which float64 holds exactly.
 
@@ -406,7 +401,9 @@ class _FirstLook:
         if torch.compiler.is_compiling():  # the hook must not be compiled into the model
             return
         # A forward without gradients is an evaluation, where ranks may share data.
-        if not module.training or not torch.is_grad_enabled() or _is_capturing():
+        if not module.training or not torch.is_grad_enabled():
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         self._audit.look(args, kwargs)
 
@@ -420,10 +417,6 @@ def _no_look() -> Any:
 
 def _nothing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     pass
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 Ints = NDArray[np.int64]
@@ -697,7 +690,8 @@ class Comparison:
         self.topology = topology
         self.memory = Memory()
         names = [info.name for info in topology.layout.tensors]
-        self._salts = np.array([row_salt(name) for name in names], dtype=np.uint64)
+        # What distinguishes a row from another one with the same content; equal on all ranks.
+        self._salts = np.array([print_of(name.encode()) for name in names], dtype=np.uint64)
         self._own_kinds = topology.kinds[topology.rows]
         self.num_kinds = len(topology.replica_sets)
         # The low and the high half of every fingerprint; those of tensors are folded into one per class of rows.

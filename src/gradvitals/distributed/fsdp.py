@@ -108,7 +108,10 @@ class ShardedParts(MicrobatchSums):
         for module, places in self._units.items():
             groups = groups_of(module)
             for place in places:
-                self._divided[place.row] = _factor_of(groups.get(id(self.parameters[place.row])))
+                group: Any = groups.get(id(self.parameters[place.row]))
+                divisor = getattr(group, "gradient_divide_factor", None)
+                # What makes the reduced gradient the mean over ranks, if the loop set another divisor.
+                self._divided[place.row] = 1.0 if divisor is None else float(group.mesh_info.mesh.size() / divisor)
         if not self._forward_handles:
             for module in self._units:
                 self._forward_handles.append(module.register_forward_pre_hook(self._before_forward(module)))
@@ -214,9 +217,3 @@ def groups_of(module: nn.Module) -> dict[int, Any]:
         }
     except (AttributeError, TypeError):
         return {}
-
-
-def _factor_of(group: Any) -> float:
-    """Returns the factor that makes the reduced gradient the mean over ranks, if the loop set another divisor."""
-    divisor = getattr(group, "gradient_divide_factor", None)
-    return 1.0 if divisor is None else float(group.mesh_info.mesh.size() / divisor)

@@ -43,8 +43,8 @@ def is_sharded(placement: Any) -> bool:
 def num_shards(tensor: Tensor) -> int:
     """Returns the number of different shards of a tensor."""
     count = 1
-    for size, placement in zip(_mesh_shape(tensor), placements(tensor), strict=True):
-        count *= size if is_sharded(placement) else 1
+    for dim, placement in enumerate(placements(tensor)):
+        count *= tensor.device_mesh.shape[dim] if is_sharded(placement) else 1  # type: ignore[attr-defined]
     return count
 
 
@@ -114,10 +114,6 @@ def mesh_ranks(tensor: Tensor) -> tuple[int, ...]:
         return ()
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     return tuple(mesh.mesh.flatten().tolist())
-
-
-def _mesh_shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.device_mesh.shape) if placements(tensor) else ()  # type: ignore[attr-defined]
 
 
 class Summand(NamedTuple):

@@ -48,11 +48,10 @@ class BackwardPasses:
 
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
-            # Inside another backward pass (with a GPU, checkpointed backward runs in a thread of torch's), or recorded
-            # to run later.
-            if not self._active or torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling():
-                return original(tensors, grad_tensors, *args, **kwargs)
-            if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            # With a GPU, checkpointed backward runs in a thread of torch's, inside another pass.
+            inside = torch._C._current_graph_task_id() != -1
+            captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # to run later
+            if not self._active or inside or captured or torch.compiler.is_compiling():
                 return original(tensors, grad_tensors, *args, **kwargs)
             try:
                 self._before(tensors)

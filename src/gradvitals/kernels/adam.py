@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradvitals.kernels.reductions import KINDS, absolute_bits, load, pointer, put
+from gradvitals.kernels.reductions import KINDS, absolute_bits, chunk_of, load, pointer, put
 from gradvitals.kernels.tables import Chunks
 from gradvitals.kernels.vrgd import factor_of, updated_average
 
@@ -87,13 +87,21 @@ def _prepare(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
-class Ratios:
-    """What a variance-reduced step needs per tensor, on the device."""
+class Reduction:
+    """What a variance-reduced step needs besides, on the device; tensors per parameter are given by their addresses."""
 
-    sums: Tensor
+    ratios: Tensor
     """Sums of the signal-to-noise ratios, and their counts; see `vrgd.sum_ratios`."""
     weights: Tensor
     """Weights of this step's factors in their moving averages."""
+    noises: Tensor
+    """Squared deviations; a value that is not positive means no noise."""
+    averages: Tensor | None
+    """Moving averages of the factors, in the gradients' dtype. If given, they multiply the gradients."""
+    factors: Tensor | None
+    """Receive the factors in float32, if wanted."""
+    noise_dtype: torch.dtype
+    gamma: float
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ def prepare(
     max_norm: float | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
-    ratios: Ratios | None = None,
+    reduction: Reduction | None = None,
 ) -> Prepared:
     """Count a step of each tensor, and compute the coefficients of its update.
 
@@ -129,7 +137,7 @@ def prepare(
         max_norm: The norm to clip to.
         grad_scale: Loss scale that gradients still contain.
         found_inf: Not 0 to skip the step.
-        ratios: For a variance-reduced update.
+        reduction: For a variance-reduced update.
     """
     device = steps.device
     numbers = torch.empty(number * NUM_COEFFICIENTS + 4, dtype=torch.float32, device=device)
@@ -147,9 +155,9 @@ def prepare(
         common,
         counts,
         norm,
-        counts if ratios is None else ratios.sums,
-        0 if ratios is None else ratios.sums.shape[1],
-        numbers if ratios is None else ratios.weights,
+        counts if reduction is None else reduction.ratios,
+        0 if reduction is None else reduction.ratios.shape[1],
+        numbers if reduction is None else reduction.weights,
         0.0 if isinstance(rule.lr, Tensor) else float(rule.lr),
         _log2(rule.beta1),
         _log2(rule.beta2),
@@ -160,7 +168,7 @@ def prepare(
         SCALED=grad_scale is not None,
         FOUND=found_inf is not None,
         LR_ON_DEVICE=isinstance(rule.lr, Tensor),
-        REDUCED=ratios is not None,
+        REDUCED=reduction is not None,
         BLOCK=1024,
     )
     return Prepared(coefficients, common, counts, norm)
@@ -296,11 +304,7 @@ def _update(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    tensor = tl.load(chunks + number)
-    start = tl.load(chunks + num_chunks + number)
-    end = tl.load(chunks + 2 * num_chunks + number)
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
+    tensor, start, end = chunk_of(chunks, number, num_chunks, ALIGNED)
     weight_at = pointer(weights, tensor, KIND, ALIGNED)
     grad_at = pointer(grads, tensor, GRAD, ALIGNED)
     first_at = pointer(firsts, tensor, MOMENT, ALIGNED)
@@ -347,20 +351,6 @@ class Tables:
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     """Of weights, gradients and moments."""
     aligned: bool
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """Addresses of the other tensors of a variance-reduced update, and its smallest factor."""
-
-    noises: Tensor
-    """Squared deviations; a value that is not positive means no noise."""
-    averages: Tensor | None
-    """Moving averages of the factors, in the gradients' dtype. If given, they multiply the gradients."""
-    factors: Tensor | None
-    """Receive the factors in float32, if wanted."""
-    noise_dtype: torch.dtype
-    gamma: float
 
 
 def update(

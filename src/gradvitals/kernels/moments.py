@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradvitals.kernels.reductions import KINDS, finish, load, pointer
+from gradvitals.kernels.reductions import KINDS, chunk_of, finish, load, pointer
 from gradvitals.kernels.tables import Addresses, Chunks, upload
 
 MOMENT_SUMS = ("first", "second", "alive", "below_one")
@@ -61,11 +61,7 @@ def _sums(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    tensor = tl.load(chunks + number)
-    start = tl.load(chunks + num_chunks + number)
-    end = tl.load(chunks + 2 * num_chunks + number)
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
+    tensor, start, end = chunk_of(chunks, number, num_chunks, ALIGNED)
     first_at = pointer(firsts, tensor, KIND, ALIGNED)
     second_at = pointer(seconds, tensor, KIND, ALIGNED)
     limit = tl.load(limits + tensor)
@@ -81,9 +77,7 @@ def _count(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, SPAN: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    tensor = tl.load(chunks + number)
-    start = tl.load(chunks + num_chunks + number)
-    end = tl.load(chunks + 2 * num_chunks + number)
+    tensor, start, end = chunk_of(chunks, number, num_chunks, False)
     first_at = pointer(firsts, tensor, KIND, ALIGNED)
     second_at = pointer(seconds, tensor, KIND, ALIGNED)
     whole_tensor = (start == 0) & (end < SPAN)

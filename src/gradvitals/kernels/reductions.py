@@ -30,6 +30,15 @@ FINISH_BLOCK = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def chunk_of(chunks, number, num_chunks, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the tensor of a chunk, its start and its end."""
+    start = tl.load(chunks + num_chunks + number)
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return tl.load(chunks + number), start, tl.load(chunks + 2 * num_chunks + number)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def pointer(addresses, tensor, KIND: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a tensor's address."""
     at = tl.load(addresses + tensor).to(tl.pointer_type(KIND))
@@ -102,11 +111,7 @@ def _chunk_sums(  # type: ignore[no-untyped-def]
     OTHER: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    tensor = tl.load(chunks + program)
-    start = tl.load(chunks + num_chunks + program)
-    end = tl.load(chunks + 2 * num_chunks + program)
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
+    tensor, start, end = chunk_of(chunks, program, num_chunks, ALIGNED)
     at = pointer(addresses, tensor, KIND, ALIGNED)
     other = pointer(others, tensor, OTHER_KIND, ALIGNED)
     if end - start == SPAN:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from gradvitals.kernels.reductions import KINDS, finish, load, pointer, put
+from gradvitals.kernels.reductions import KINDS, chunk_of, finish, load, pointer, put
 from gradvitals.kernels.tables import Addresses, Chunks, is_capturing
 
 BLOCK = 1024
@@ -62,11 +62,7 @@ def _sum_ratios(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    tensor = tl.load(chunks + number)
-    start = tl.load(chunks + num_chunks + number)
-    end = tl.load(chunks + 2 * num_chunks + number)
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
+    tensor, start, end = chunk_of(chunks, number, num_chunks, ALIGNED)
     grad_at = pointer(grads, tensor, GRAD, ALIGNED)
     noise_at = pointer(noises, tensor, NOISE, ALIGNED)
     if end - start == SPAN:
@@ -102,11 +98,7 @@ def _apply(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    tensor = tl.load(chunks + number)
-    start = tl.load(chunks + num_chunks + number)
-    end = tl.load(chunks + 2 * num_chunks + number)
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
+    tensor, start, end = chunk_of(chunks, number, num_chunks, ALIGNED)
     grad_at = pointer(grads, tensor, GRAD, ALIGNED)
     noise_at = pointer(noises, tensor, NOISE, ALIGNED)
     average_at = pointer(averages, tensor, GRAD, ALIGNED)
@@ -235,11 +227,7 @@ def _add(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
-    tensor = tl.load(chunks + number)
-    start = tl.load(chunks + num_chunks + number)
-    end = tl.load(chunks + 2 * num_chunks + number)
-    if ALIGNED:
-        start = tl.multiple_of(start, 16)
+    tensor, start, end = chunk_of(chunks, number, num_chunks, ALIGNED)
     part_at = pointer(parts, tensor, PART, ALIGNED)
     total_at = pointer(totals, tensor, TOTAL, ALIGNED)
     noise_at = pointer(noises, tensor, NOISE, ALIGNED)

@@ -6,8 +6,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.optim.adamw import adamw
 from torch.utils.hooks import RemovableHandle
 
 from gradvitals import kernels
-from gradvitals.kernels.tables import Addresses, Chunks
+from gradvitals.kernels.tables import ALIGNMENT, Addresses, Chunks, upload
 
 
 @dataclass(frozen=True)
@@ -38,56 +37,121 @@ class Vitals:
     max_norm: float | None
 
 
+VitalsHook = Callable[[Vitals], object]
+
+FactorsHook = Callable[[Sequence[Tensor], Sequence[Tensor], float], object]
+"""Called with some parameters, the variance-reducing factors for their elements, and gamma."""
+
+
+# -- the step by kernels ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a variance-reduced step scales its gradients."""
+
+    noise_of: Callable[[Tensor], Tensor]
+    """Returns the summed squared deviations of a parameter's parts."""
+    report: FactorsHook | None
+    """Receives some parameters, their factors, and gamma; None if no hook is registered."""
+
+
+def new_factor_weights(states: Sequence[Mapping[str, Any]], beta3: float) -> list[float]:
+    """Return the weight of the new factors in each parameter's moving average.
+
+    With weights (1 - beta) / (1 - beta^t), the average is always bias-corrected: it equals a moving average that
+    starts at zero, divided by 1 - beta^t.
+    """
+    steps = [state.get("factor_step", 0) + 1 for state in states]
+    by_step = {step: (1 - beta3) / (1 - beta3**step) for step in set(steps)}
+    return [by_step[step] for step in steps]
+
+
+def empty_factors(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return a float32 tensor for each gradient, laid out like it, in one allocation. Gradients have no gaps."""
+    starts, first = [], 0
+    for grad in grads:
+        starts.append(first)
+        first += -(-grad.numel() // ALIGNMENT) * ALIGNMENT
+    flat = torch.empty(first, dtype=torch.float32, device=grads[0].device)
+    return [flat.as_strided(grad.shape, grad.stride(), start) for grad, start in zip(grads, starts, strict=True)]
+
+
 class Batch:
-    """Parameters of one group, device and dtype, with their state."""
+    """Parameters of one group, device and dtype, with their state, and what scales their gradients."""
 
     def __init__(
-        self, group: int, entries: Sequence[tuple[Tensor, dict[str, Any]]], slices: Mapping[Tensor, int]
+        self,
+        index: int,
+        group: Mapping[str, Any],
+        entries: Sequence[tuple[Tensor, dict[str, Any]]],
+        slices: Mapping[Tensor, int],
+        scaling: Scaling | None,
     ) -> None:
-        (adam,) = kernel_modules("adam")
-        self.group = group
+        self.group = index
         self.parameters = [parameter for parameter, _ in entries]
         self.states = [state for _, state in entries]
         self.device = self.parameters[0].device
+        self.dtypes = (self.parameters[0].dtype, _grad(self.parameters[0]).dtype, self.states[0]["exp_avg"].dtype)
         for state in self.states:
             state["step"] = torch.as_tensor(state["step"]).to(self.device, torch.float32, non_blocking=True)
-        self.firsts = [state["exp_avg"] for state in self.states]
-        self.seconds = [state["exp_avg_sq"] for state in self.states]
-        self.steps = [state["step"] for state in self.states]
+        self.noises = None if scaling is None else [scaling.noise_of(parameter) for parameter in self.parameters]
+        self.averaged = scaling is not None and bool(group["beta3"])
+        for state in self.states if self.averaged else ():
+            if "factor_avg" not in state:  # the first factors become the average, with a weight of 1
+                state["factor_avg"] = torch.zeros_like(state["exp_avg"], dtype=self.dtypes[1])
+            state.setdefault("factor_step", 0)
+        names = ("exp_avg", "exp_avg_sq", "step", *(("factor_avg",) if self.averaged else ()))
+        self.kept = {name: [state[name] for state in self.states] for name in names}
+        """The tensors of the state."""
         self.strides = [parameter.stride() for parameter in self.parameters]
-        self.dtypes = (self.parameters[0].dtype, _grad(self.parameters[0]).dtype, self.firsts[0].dtype)
         wanted = {place: slices[p] for place, p in enumerate(self.parameters) if p in slices}
-        self.chunks = Chunks([p.numel() for p in self.parameters], self.device, adam.SPAN, wanted)
+        self.chunks = Chunks([p.numel() for p in self.parameters], self.device, _kernels("adam").SPAN, wanted)
         self.slices: dict[Tensor, slice] = {}
         start = len(self.parameters)
         for place, number in self.chunks.slices.items():
             self.slices[self.parameters[place]] = slice(start, start + number)
             start += number
-        self.addresses = {name: Addresses() for name in ("weights", "grads", "firsts", "seconds", "steps")}
-        self.extra: dict[str, Any] = {}
-        """What a variance-reduced step needs in addition."""
+        self.addresses = {name: Addresses() for name in ("weights", "grads", "noises", "factors", *names)}
+        self._weights: tuple[list[float], Tensor | None] = ([], None)
 
-    def matches(self, grads: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> bool:
+    def matches(
+        self, grads: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]], group: Mapping[str, Any], scaling: Any
+    ) -> bool:
         """Return whether state and gradients are still the same; a loaded checkpoint or a reset replaces them."""
-        kept = zip(self.parameters, self.states, self.firsts, self.seconds, self.steps, strict=True)
-        return (
-            all(
-                state[p] is entry and entry["exp_avg"] is m and entry["exp_avg_sq"] is v and entry["step"] is step
-                for p, entry, m, v, step in kept
-            )
-            and [grad.stride() for grad in grads] == self.strides
-            and {grad.dtype for grad in grads} == {self.dtypes[1]}
-        )
+        if [grad.stride() for grad in grads] != self.strides or {grad.dtype for grad in grads} != {self.dtypes[1]}:
+            return False
+        if any([state[p] is not own for p, own in zip(self.parameters, self.states, strict=True)]):
+            return False
+        for name, tensors in self.kept.items():
+            if any([own.get(name) is not tensor for own, tensor in zip(self.states, tensors, strict=True)]):
+                return False
+        if scaling is None or self.noises is None:
+            return scaling is None and self.noises is None
+        same = all([scaling.noise_of(p) is noise for p, noise in zip(self.parameters, self.noises, strict=True)])
+        return same and self.averaged == bool(group["beta3"])
+
+    def factor_weights(self, beta3: float) -> Tensor:
+        """Return the weights of the new factors in their averages, uploaded only if they changed."""
+        weights = new_factor_weights(self.states, beta3)
+        known, uploaded = self._weights
+        if uploaded is None or weights != known:
+            uploaded = upload(torch.tensor(weights, dtype=torch.float32), self.device)
+            self._weights = (weights, uploaded)
+        return uploaded
 
 
 class FusedStep:
-    """Makes the steps of one AdamW by kernels: groups parameters, keeps address tables, and launches."""
+    """Makes the steps of one AdamW by kernels: groups parameters, keeps address tables, and launches.
 
-    needs: ClassVar[str] = "adam"
-    """The module of kernels to give up if a step fails."""
+    A variance-reduced step takes two passes instead of one, because a tensor's mean ratio must come first.
+    """
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Any, needs: str) -> None:
+        self.optimizer, self.needs = optimizer, needs
+        """`needs` is the module of kernels to give up if a step fails."""
+        self.scaling: Scaling | None = None
+        """For the step in progress; None if it is AdamW's own."""
         self.total_norm: Tensor | None = None
         self.has_started = False
         """Whether the step in progress has changed some weights."""
@@ -99,13 +163,21 @@ class FusedStep:
         self._reachable: tuple[list[int], bool] = ([], False)
 
     def is_possible(self) -> bool:
-        """Return whether settings and parameters allow a step by kernels."""
+        """Return whether settings and parameters allow a step by kernels, and leave the choice to us."""
         groups = self.optimizer.param_groups
         known = [len(group["params"]) for group in groups]
         if self._reachable[0] != known:
             every = [p for group in groups for p in group["params"]]
             self._reachable = (known, bool(every) and all(kernels.usable(p) for p in every))
-        return self._reachable[1] and all(_is_ours(group) for group in groups) and kernels.ready(self.needs) is not None
+        if not self._reachable[1] or kernels.ready(self.needs) is None:
+            return False
+        return not any(
+            group["amsgrad"]
+            or group["differentiable"]
+            or group["foreach"] is not None
+            or any(isinstance(beta, Tensor) for beta in group["betas"])
+            for group in groups
+        )
 
     def collect(self, slices: Mapping[Tensor, int]) -> bool:
         """Collect the gradients. Return whether kernels can make the step with them."""
@@ -113,114 +185,118 @@ class FusedStep:
         groups = self.optimizer.param_groups
         present = [[p for p in group["params"] if p.grad is not None] for group in groups]
         members = [list(map(id, some)) for some in present]
-        if members != self._members or slices != self._slices or not self._all_match():
-            if not self._lay_out(present, slices):
-                self._members = []
-                return False
-            self._members, self._slices = members, dict(slices)
-            return self._all_match()
-        return True
+        if members == self._members and slices == self._slices and self._all_match():
+            return True
+        self._members = []
+        if not self._lay_out(present, slices):
+            return False
+        self._members, self._slices = members, dict(slices)
+        return self._all_match()
 
     def _all_match(self) -> bool:
         self._grads = [[_grad(p) for p in batch.parameters] for batch in self._batches]
-        return all(self._matches(batch, grads) for batch, grads in zip(self._batches, self._grads, strict=True))
-
-    def _matches(self, batch: Batch, grads: Sequence[Tensor]) -> bool:
-        return batch.matches(grads, self.optimizer.state)
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        pairs = zip(self._batches, self._grads, strict=True)
+        return all(batch.matches(grads, state, groups[batch.group], self.scaling) for batch, grads in pairs)
 
     def _lay_out(self, present: Sequence[Sequence[Tensor]], slices: Mapping[Tensor, int]) -> bool:
+        """Put parameters that are alike into batches. Return whether kernels can read all of them."""
+        groups = self.optimizer.param_groups
         alike: dict[tuple[Any, ...], list[tuple[Tensor, dict[str, Any]]]] = {}
         for index, parameters in enumerate(present):
-            self.optimizer._lists_of(self.optimizer.param_groups[index])
+            self.optimizer._lists_of(groups[index])
             for parameter in parameters:
                 grad, state = _grad(parameter), self.optimizer.state[parameter]
                 moments = (state["exp_avg"], state["exp_avg_sq"])
-                if not all(kernels.usable(t) and t.stride() == parameter.stride() for t in (parameter, grad, *moments)):
+                tensors: list[Tensor] = [parameter, grad, *moments]
+                more: tuple[Any, ...] = ()
+                if self.scaling is not None:
+                    noise, average = self.scaling.noise_of(parameter), state.get("factor_avg")
+                    tensors += [noise] if average is None else [noise, average]
+                    if average is not None and average.dtype != grad.dtype:
+                        return False
+                    # An unaligned tensor must not keep the others from wide loads.
+                    more = (noise.dtype, noise.data_ptr() % ALIGNMENT == 0)
+                if not all(kernels.usable(t) and t.stride() == parameter.stride() for t in tensors):
                     return False
                 if moments[0].dtype != moments[1].dtype or not parameter.numel():
                     return False
-                more = self._kind(parameter, grad, state)
-                if more is None:
-                    return False
                 kind = (index, parameter.device, parameter.dtype, grad.dtype, moments[0].dtype, *more)
                 alike.setdefault(kind, []).append((parameter, state))
-        self._batches = [Batch(kind[0], entries, slices) for kind, entries in alike.items()]
-        for batch in self._batches:
-            self._complete(batch)
+        self._batches = [
+            Batch(kind[0], groups[kind[0]], entries, slices, self.scaling) for kind, entries in alike.items()
+        ]
         return True
-
-    # A variance-reduced step overrides these.
-
-    def _kind(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        """Return what else the parameters of a batch must have in common; None if kernels cannot make the step."""
-        return ()
-
-    def _complete(self, batch: Batch) -> None:
-        """Add what else a new batch needs."""
-
-    def _reduce(self, batch: Batch, grads: Sequence[Tensor], grads_at: Tensor) -> tuple[Any, Any, bool]:
-        """Return what `prepare` and `update` need to scale gradients, and whether all of it is aligned."""
-        return None, None, True
-
-    def _after(self, batch: Batch) -> None:
-        """Called after the update of a batch."""
 
     def step(self, *, vitals: bool) -> list[Vitals]:
         """Make the step with the collected gradients, and return its vitals if wanted."""
-        optimizer = self.optimizer
-        scale, found = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-        max_norm: float | None = optimizer.max_norm
         self.total_norm = None
-        squares = self._squares() if max_norm is not None and self._batches else None
+        squares = self._squares() if self.optimizer.max_norm is not None and self._batches else None
         measured = []
         for batch, grads in zip(self._batches, self._grads, strict=True):
-            on_device = partial(_to, device=batch.device)
             with torch.cuda.device(batch.device if batch.device.type == "cuda" else -1):
-                measured += self._step_batch(
-                    batch, grads, on_device(squares), max_norm, on_device(scale), on_device(found), vitals
-                )
+                measured += self._step_batch(batch, grads, squares, vitals)
         self._grads = []
         return measured
 
     def _squares(self) -> Tensor:
         """Return the squared norm of every gradient, in one pass per device and dtype."""
-        (reductions,) = kernel_modules("reductions")
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for batch, grads in zip(self._batches, self._grads, strict=True):
             alike.setdefault((batch.device, batch.dtypes[1]), []).extend(grads)
         found = [
-            self._readers.setdefault(kind, reductions.Reader()).read(grads, norms=False)[0]
+            self._readers.setdefault(kind, _kernels("reductions").Reader()).read(grads, norms=False)[0]
             for kind, grads in alike.items()
         ]
         return found[0] if len(found) == 1 else torch.cat([part.to(found[0].device) for part in found])
 
-    def _step_batch(
-        self,
-        batch: Batch,
-        grads: Sequence[Tensor],
-        squares: Tensor | None,
-        max_norm: float | None,
-        scale: Tensor | None,
-        found: Tensor | None,
-        vitals: bool,
-    ) -> list[Vitals]:
-        adam, reductions = kernel_modules("adam", "reductions")
-        group, at = self.optimizer.param_groups[batch.group], batch.addresses
+    def _step_batch(self, batch: Batch, grads: Sequence[Tensor], squares: Tensor | None, vitals: bool) -> list[Vitals]:
+        optimizer, adam, at, kept = self.optimizer, _kernels("adam"), batch.addresses, batch.kept
+        group, max_norm = optimizer.param_groups[batch.group], optimizer.max_norm
+        device = batch.device
         lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.device != batch.device:
+        if isinstance(lr, Tensor) and lr.device != device:
             lr = float(lr)
         beta1, beta2 = map(float, group["betas"])
         rule = adam.Rule(lr, beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
-        clip = {"squares": squares, "max_norm": max_norm}
-        amp = {"grad_scale": scale, "found_inf": found}
-        grads_at = at["grads"].table(grads)
-        ratios, reduction, reduction_aligned = self._reduce(batch, grads, grads_at)
-        prepared = adam.prepare(at["steps"].table(batch.steps), len(batch.steps), rule, **clip, **amp, ratios=ratios)
-        lists = {"weights": batch.parameters, "firsts": batch.firsts, "seconds": batch.seconds}
-        addresses = {"grads": grads_at} | {name: at[name].table(tensors) for name, tensors in lists.items()}
-        aligned = reduction_aligned and all(at[name].aligned for name in addresses)
-        tables = adam.Tables(**addresses, dtypes=batch.dtypes, aligned=aligned)
-        stochastic = self.optimizer.stochastic_rounding and batch.dtypes[0] == torch.bfloat16
+        amp = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
+        amp = {name: None if tensor is None else tensor.to(device) for name, tensor in amp.items()}
+        squares = None if squares is None else squares.to(device)
+
+        def table(name: str, tensors: Sequence[Tensor]) -> Tensor:
+            return at[name].table(tensors)
+
+        addresses = {"weights": table("weights", batch.parameters), "grads": table("grads", grads)}
+        addresses |= {name: table(name, kept[name]) for name in ("exp_avg", "exp_avg_sq")}
+        used = list(addresses)
+        reduction, factors = None, []
+        if batch.noises is not None and self.scaling is not None:
+            factors = empty_factors(grads) if self.scaling.report is not None else []
+            noises, dtype = table("noises", batch.noises), batch.noises[0].dtype
+            aligned = at["grads"].aligned and at["noises"].aligned
+            reduction = adam.Reduction(
+                ratios=_kernels("vrgd").sum_ratios(
+                    batch.chunks, addresses["grads"], noises, dtype=grads[0].dtype, noise_dtype=dtype, aligned=aligned
+                ),
+                weights=batch.factor_weights(group["beta3"]),
+                noises=noises,
+                averages=table("factor_avg", kept["factor_avg"]) if batch.averaged else None,
+                factors=table("factors", factors) if factors else None,
+                noise_dtype=dtype,
+                gamma=group["gamma"],
+            )
+            used += ["noises", *(["factor_avg"] if batch.averaged else []), *(["factors"] if factors else [])]
+        prepared = adam.prepare(
+            table("step", kept["step"]),
+            len(kept["step"]),
+            rule,
+            squares=squares,
+            max_norm=max_norm,
+            **amp,
+            reduction=reduction,
+        )
+        tables = adam.Tables(*addresses.values(), dtypes=batch.dtypes, aligned=all(at[name].aligned for name in used))
+        stochastic = optimizer.stochastic_rounding and batch.dtypes[0] == torch.bfloat16
         seed = torch.initial_seed() % 2**31 + 7919 * batch.group if stochastic else None
         try:
             sums = adam.update(
@@ -228,37 +304,33 @@ class FusedStep:
             )
         except Exception:
             if not self.has_started:
-                torch._foreach_sub_(batch.steps, 1.0)
+                torch._foreach_sub_(kept["step"], 1.0)
             raise
         self.has_started = True
-        self._after(batch)
+        for state in batch.states if batch.averaged else ():
+            state["factor_step"] += 1
+        if self.scaling is not None and self.scaling.report is not None:
+            self.scaling.report(batch.parameters, factors, group["gamma"])
         if squares is not None and self.total_norm is None:
             self.total_norm = prepared.norm[0]
         if sums is None:
             return []
-        numbers = reductions.finish(batch.chunks, sums, maxima=adam.MAXIMA, roots=adam.ROOTS)
+        numbers = _kernels("reductions").finish(batch.chunks, sums, maxima=adam.MAXIMA, roots=adam.ROOTS)
         whole = numbers[:, : len(batch.parameters)]
-        norms = numbers[0]
         return [
             Vitals(
                 parameters=batch.parameters,
                 numbers={**dict(zip(adam.VITALS, whole, strict=True)), "step": prepared.steps},
-                slices={parameter: norms[part] for parameter, part in batch.slices.items()},
+                slices={parameter: numbers[0][part] for parameter, part in batch.slices.items()},
                 betas=(beta1, beta2),
                 max_norm=max_norm,
             )
         ]
 
 
-def kernel_modules(*names: str) -> list[Any]:
-    """Return modules of kernels that are known to be available."""
-    return [kernels.ready(name) for name in names]
-
-
-def _is_ours(group: Mapping[str, Any]) -> bool:
-    """Return whether a group leaves the choice of implementation to us."""
-    plain = not (group["amsgrad"] or group["differentiable"]) and group["foreach"] is None
-    return plain and not any(isinstance(beta, Tensor) for beta in group["betas"])
+def _kernels(name: str) -> Any:
+    """Return a module of kernels that is known to be available."""
+    return kernels.ready(name)
 
 
 def _grad(parameter: Tensor) -> Tensor:
@@ -266,11 +338,7 @@ def _grad(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _to(tensor: Tensor | None, *, device: torch.device) -> Tensor | None:
-    return tensor if tensor is None else tensor.to(device)
-
-
-VitalsHook = Callable[[Vitals], object]
+# -- the optimizer ---------------------------------------------------------------------------------------------------
 
 ASKS_FOR_AMSGRAD = "amsgrad" in inspect.signature(torch.optim.AdamW._init_group).parameters
 """Until torch 2.6."""
@@ -309,6 +377,8 @@ class AdamW(torch.optim.AdamW):
         >>> weight.data, round(float(optimizer.total_norm), 4)
         (tensor([2.5000, 3.5000]), 10.0)
     """
+
+    _kernels = "adam"
 
     def __init__(
         self,
@@ -352,13 +422,10 @@ class AdamW(torch.optim.AdamW):
         """The norm of all gradients in the last step before clipping, on their device; None without `max_norm`."""
         self.reports_vitals = False
         """Whether the last step ran by kernels; the next one then most likely calls the vitals hooks."""
-        self._fused = self._new_fused()
+        self._fused = FusedStep(self, self._kernels)
         self._vitals_hooks: OrderedDict[int, VitalsHook] = OrderedDict()
         self._slices: dict[int, Mapping[Tensor, int]] = {}
         self._clip_factor: Tensor | None = None
-
-    def _new_fused(self) -> FusedStep:
-        return FusedStep(self)
 
     def register_vitals_hook(self, hook: VitalsHook, slices: Mapping[Tensor, int] | None = None) -> RemovableHandle:
         """Call a function after each step that runs by kernels, with what the step measured.
@@ -491,7 +558,10 @@ def _step_in_float32(optimizer: Any, clip_factor: Tensor | None) -> None:
         optimizer._clip_factor = None  # clip below, in float32
         params, *lists = optimizer._lists_of(group)
         optimizer._clip_factor = clip_factor
-        wide = [[_wide(tensor) for tensor in column] for column in (params, *lists[:4])]
+        wide = [
+            [tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in column]
+            for column in (params, *lists[:4])
+        ]
         if clip_factor is not None:
             wide[1] = [grad * clip_factor.to(grad.device, grad.dtype) for grad in wide[1]]
         adamw(
@@ -526,7 +596,3 @@ def _rounded(values: Tensor) -> Tensor:
     noise = torch.randint_like(bits, 1 << 16)
     kept = torch.where(values.isfinite(), bits + noise, bits) & -(1 << 16)
     return kept.view(torch.float32).to(torch.bfloat16)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

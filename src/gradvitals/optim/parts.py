@@ -42,19 +42,15 @@ class Kind:
     device: torch.device
     dtype: torch.dtype
     noise_dtype: torch.dtype
-    odd: bool
-    """Whether the number of elements is no multiple of 4, which would misalign the parameters that follow."""
 
 
 class Block:
-    """The sums of squared deviations of some parameters of one kind, one after the other in a flat tensor."""
+    """The sums of squared deviations of some parameters of one kind."""
 
     def __init__(self, kind: Kind, parameters: Sequence[Tensor]) -> None:
         self.kind = kind
         self.parameters = list(parameters)
-        sizes = [parameter.numel() for parameter in parameters]
-        pieces = torch.zeros(sum(sizes), dtype=kind.noise_dtype, device=kind.device).split(sizes)
-        self.noises = [like_in_memory(p, piece) for p, piece in zip(parameters, pieces, strict=True)]
+        self.noises = [torch.zeros_like(parameter, dtype=kind.noise_dtype) for parameter in parameters]
         self.cache: dict[str, Any] = {}
         """What users of the block compute once."""
 
@@ -81,13 +77,6 @@ def in_blocks(parameters: Iterable[Tensor], key: Callable[[Tensor], Kind]) -> li
     return found
 
 
-def like_in_memory(tensor: Tensor, piece: Tensor) -> Tensor:
-    """Return a view of flat memory with a tensor's shape, and its memory order if it has no gaps."""
-    if kernels.is_gapless(tensor):
-        return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
-    return piece.view(tensor.shape)
-
-
 def check_parameter(parameter: Tensor) -> None:
     """Raise if squared elements of a parameter cannot be summed."""
     if not parameter.is_floating_point():
@@ -101,45 +90,40 @@ def check_parameter(parameter: Tensor) -> None:
         )
 
 
+@dataclass(slots=True, eq=False)
 class Entry:
     """The state of one parameter. Its hooks hold it, because looking up by tensor is slow."""
 
-    __slots__ = (
-        "after", "arriving", "before", "count", "dirty", "dtype", "empty", "group", "handles", "noise", "noise_dtype",
-        "norm", "pending", "readable", "taken", "touched", "weak",
-    )  # fmt: skip
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.weak = weakref.ref(parameter)
-        self.handles: tuple[RemovableHandle, ...] = ()
-        self.before: Mapping[int, Any] = {}
-        """All hooks that see a gradient before it is added, including ours."""
-        self.after: Mapping[int, Any] = {}
-        """All hooks that run after it was added."""
-        self.group = 0
-        self.noise_dtype: torch.dtype | None = None
-        self.count = 0
-        """Gradients received since the last step."""
-        self.noise: Tensor | None = None
-        """Accumulates squared deviations; valid if `touched`."""
-        self.dtype = parameter.dtype
-        """The parameter's dtype when `noise` was allocated."""
-        self.readable = False
-        """Whether kernels can read `noise`."""
-        self.touched = False
-        """Whether `noise` has deviations since the last step."""
-        self.dirty = False
-        """Whether `noise` is stale if not `touched`."""
-        self.arriving: Tensor | None = None
-        """A part that autograd is about to add to ``.grad``."""
-        self.empty = False
-        """Whether the gradient is None: autograd then adds nothing, but calls hooks."""
-        self.taken: Tensor | None = None
-        """``.grad``, while it is hidden from autograd."""
-        self.pending = False
-        """Whether a part is held back."""
-        self.norm: Tensor | None = None
-        """The norm of ``.grad`` when backward ended."""
+    weak: weakref.ref[Tensor]
+    dtype: torch.dtype
+    """The parameter's dtype when `noise` was allocated."""
+    handles: tuple[RemovableHandle, ...] = ()
+    before: Mapping[int, Any] = field(default_factory=dict)
+    """All hooks that see a gradient before it is added, including ours."""
+    after: Mapping[int, Any] | None = None
+    """All hooks that run after it was added."""
+    group: int = 0
+    noise_dtype: torch.dtype | None = None
+    count: int = 0
+    """Gradients received since the last step."""
+    noise: Tensor | None = None
+    """Accumulates squared deviations; valid if `touched`."""
+    readable: bool = False
+    """Whether kernels can read `noise`."""
+    touched: bool = False
+    """Whether `noise` has deviations since the last step."""
+    dirty: bool = False
+    """Whether `noise` is stale if not `touched`."""
+    arriving: Tensor | None = None
+    """A part that autograd is about to add to ``.grad``."""
+    empty: bool = False
+    """Whether the gradient is None: autograd then adds nothing, but calls hooks."""
+    taken: Tensor | None = None
+    """``.grad``, while it is hidden from autograd."""
+    pending: bool = False
+    """Whether a part is held back."""
+    norm: Tensor | None = None
+    """The norm of ``.grad`` when backward ended."""
 
     def forget(self) -> None:
         """Discard all parts."""
@@ -295,8 +279,8 @@ def add_by_torch(some: PartBatch) -> None:
         torch._foreach_zero_(noises)
     dtype = noises[0].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    deviations = torch._foreach_add(_cast(parts, wide), _cast(totals, wide), alpha=-1 / count)
-    narrow, sums = _cast(deviations, dtype), _cast(totals, dtype)
+    deviations = torch._foreach_add([p.to(wide) for p in parts], [total.to(wide) for total in totals], alpha=-1 / count)
+    narrow, sums = ([tensor.to(dtype) for tensor in tensors] for tensors in (deviations, totals))
     torch._foreach_addcmul_(noises, narrow, narrow, value=count / (count - 1))
     rounding = rounding_of(totals[0].dtype, count) / count**2
     torch._foreach_addcmul_(noises, sums, sums, value=-rounding * count / (count - 1))
@@ -311,10 +295,6 @@ def rounding_of(dtype: torch.dtype, num_parts: int) -> float:
     """
     eps = float(torch.finfo(dtype).eps)
     return eps**2 * (max(num_parts / 4, num_parts**2 / 64) if eps > 1e-6 else num_parts**2 / 8)
-
-
-def _cast(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return [tensor.to(dtype) for tensor in tensors]
 
 
 HELD_BYTES = 16 * 2**20
@@ -366,7 +346,7 @@ class GradientParts:
         """
         for parameter in parameters:
             check_parameter(parameter)
-            entry = self._entries.setdefault(parameter, Entry(parameter))
+            entry = self._entries.setdefault(parameter, Entry(weakref.ref(parameter), parameter.dtype))
             entry.group, entry.noise_dtype = group, dtype
             if not entry.handles:
                 frozen = not parameter.requires_grad
@@ -423,7 +403,7 @@ class GradientParts:
         if self._adding_in[0] != task:
             self._adding_in = (task, _only_we_add(parameter))
         # Other hooks would see no .grad, or one without this part.
-        return self._adding_in[1] and len(entry.before) == 1 and len(entry.after) == 1
+        return self._adding_in[1] and len(entry.before) == 1 and len(entry.after or ()) == 1
 
     def _count(self, parameter: Tensor, entry: Entry) -> None:
         """Count a gradient that was added to ``.grad``. ``torch.autograd.grad``, which calls hooks too, adds none."""
@@ -489,9 +469,10 @@ class GradientParts:
         """Do the same when no backward is running, and clean up after one that failed."""
         with self._lock:
             for parameter, entry in self._entries.items():
-                if entry.taken is not None:
-                    _restore_grad(parameter, entry)
-                entry.arriving = None
+                total, part, entry.taken, entry.arriving = entry.taken, parameter.grad, None, None
+                if total is not None:  # autograd may have left a part in its place
+                    with torch.no_grad():
+                        parameter.grad = total if part is None else total.add_(part)
             for device in list(self._pending):
                 self._flush(device, failed=True)
 
@@ -561,7 +542,7 @@ class GradientParts:
     def _kind(self, parameter: Tensor) -> Kind:
         entry = self._entries[parameter]
         noise_dtype = entry.noise_dtype or torch.promote_types(parameter.dtype, torch.float32)
-        return Kind(entry.group, parameter.device, parameter.dtype, noise_dtype, odd=bool(parameter.numel() % 4))
+        return Kind(entry.group, parameter.device, parameter.dtype, noise_dtype)
 
     @property
     def num_parts(self) -> int:
@@ -642,14 +623,6 @@ class GradientParts:
             entry.forget()
             if held := self._pending.get(parameter.device):
                 held.parts = [one for one in held.parts if one[1] is not entry]
-
-
-@torch.no_grad()
-def _restore_grad(parameter: Tensor, entry: Entry) -> None:
-    """Restore ``.grad``, plus the part that autograd may have left in its place."""
-    total, part, entry.taken = entry.taken, parameter.grad, None
-    assert total is not None
-    parameter.grad = total if part is None else total.add_(part)
 
 
 def _only_we_add(parameter: Tensor) -> bool:

@@ -24,7 +24,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradvitals.optim.parts import GradientParts, like_in_memory, rounding_of
+from gradvitals import kernels
+from gradvitals.optim.parts import GradientParts, rounding_of
 
 CommunicationHook = Callable[[Any, GradBucket], torch.futures.Future[Tensor]]
 
@@ -49,7 +50,7 @@ class RankSums:
         parts.when_backward_ends.append(self._wait_for_averages)
         parts.when_discarded.append(lambda parameter: self._averaged.discard(parameter))
         relay = model.__dict__.get("_gradvitals_relay")
-        if relay is not None and relay.is_in_use():
+        if relay is not None and relay.sums() is not None:
             raise RuntimeError(
                 "another variance-reduced optimizer uses the ranks of this model; put all its parameters into groups "
                 "of one optimizer"
@@ -58,7 +59,7 @@ class RankSums:
             relay = model.__dict__["_gradvitals_relay"] = _Relay()
             # A lambda, because torch compares a function's annotations with types, and ours are strings.
             model.register_comm_hook(state=relay, hook=lambda relay, bucket: relay.reduce(bucket))
-        relay.point_to(self)
+        relay.sums, relay.average = weakref.ref(self), partial(self._hook, self._hook_state)
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -141,22 +142,24 @@ class RankSums:
 class _Relay:
     """The communication hook of a model: calls the sums of an optimizer while that lives, and then only averages."""
 
-    def point_to(self, sums: RankSums) -> None:
-        self._sums = weakref.ref(sums)
-        self._average = partial(sums._hook, sums._hook_state)
-
-    def is_in_use(self) -> bool:
-        return self._sums() is not None
+    sums: weakref.ref[RankSums]
+    average: Callable[[GradBucket], torch.futures.Future[Tensor]]
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        sums = self._sums()
-        return self._average(bucket) if sums is None else sums.reduce(bucket)
+        sums = self.sums()
+        return self.average(bucket) if sums is None else sums.reduce(bucket)
 
 
 def _pieces(parameters: list[Tensor], starts: list[int], flat: Tensor) -> list[Tensor]:
-    """Return views of a tensor laid out like a bucket, one per parameter in its memory order."""
-    places = zip(parameters, starts, strict=True)
-    return [like_in_memory(parameter, flat[start : start + parameter.numel()]) for parameter, start in places]
+    """Return views of a tensor laid out like a bucket, one per parameter, in its memory order if it has no gaps."""
+    pieces = []
+    for parameter, start in zip(parameters, starts, strict=True):
+        piece = flat[start : start + parameter.numel()]
+        if kernels.is_gapless(parameter):
+            pieces.append(piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset()))
+        else:
+            pieces.append(piece.view(parameter.shape))
+    return pieces
 
 
 def _value(future: torch.futures.Future[Tensor]) -> Tensor:

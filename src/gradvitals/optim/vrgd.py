@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradvitals import kernels
 from gradvitals.functional import vrgd_scale_from_variance, wiener_scale
-from gradvitals.kernels.tables import ALIGNMENT, Addresses, Chunks
+from gradvitals.kernels.tables import Addresses, Chunks
+from gradvitals.optim.adamw import FactorsHook, empty_factors, new_factor_weights
 from gradvitals.optim.parts import Block, GradientParts
 
 if TYPE_CHECKING:
@@ -44,9 +45,6 @@ Rule = Callable[[Tensor, Tensor, int, float], Tensor]
 """Returns a factor for every element of a tensor, from the mean and biased variance of its parts, k, and gamma."""
 
 GammaSchedule = Callable[[int], float]
-FactorsHook = Callable[[Sequence[Tensor], Sequence[Tensor], float], object]
-"""Called with some parameters, the rule's factors for their elements, and gamma."""
-
 PaperGranularity = Literal["tensor", "layer", "row"]
 WienerGranularity = Literal["element", "row", "tensor", "hierarchical"]
 Granularity = PaperGranularity | WienerGranularity
@@ -125,18 +123,11 @@ class GradientBlock:
     layers: list[str]
     averages: list[Tensor | None]
     """Moving averages of the factors, None before the first. Empty if the group keeps none."""
-    weights: list[float]
+    weights: Sequence[float | Tensor]
     """Weights of the new factors in the averages."""
-    compiled_weights: list[Tensor]
-    """The same as tensors, if the step is compiled."""
     foreach: bool
     block: Block | None
     """The block, if all of its parameters have gradients."""
-
-
-def factors_of(block: GradientBlock) -> list[Tensor]:
-    """Return the factor of every element, by the block's rule."""
-    return [_factor(block, *_moments(block, position)) for position in range(len(block.grads))]
 
 
 def _moments(block: GradientBlock, position: int) -> tuple[Tensor, Tensor]:
@@ -180,23 +171,6 @@ def factors_by_layer(blocks: Sequence[GradientBlock]) -> dict[int, list[Tensor]]
     return factors
 
 
-def layers_of(group: dict[str, Any], parameters: Sequence[Tensor]) -> list[str]:
-    """Return the name of the module that each parameter belongs to."""
-    names = {p: name.rpartition(".")[0] for p, name in zip(group["params"], group["param_names"], strict=True)}
-    return [names[parameter] for parameter in parameters]
-
-
-def new_factor_weights(states: Sequence[Mapping[str, Any]], beta3: float) -> list[float]:
-    """Return the weight of the new factors in each parameter's moving average.
-
-    With weights (1 - beta) / (1 - beta^t), the average is always bias-corrected: it equals a moving average that
-    starts at zero, divided by 1 - beta^t.
-    """
-    steps = [state.get("factor_step", 0) + 1 for state in states]
-    by_step = {step: (1 - beta3) / (1 - beta3**step) for step in set(steps)}
-    return [by_step[step] for step in steps]
-
-
 def averaged(block: GradientBlock, factors: list[Tensor]) -> list[Tensor]:
     """Update the moving averages with this step's factors, in place, and return them.
 
@@ -209,8 +183,7 @@ def averaged(block: GradientBlock, factors: list[Tensor]) -> list[Tensor]:
         torch.empty_like(grad).copy_(factor) if average is None else average.to(grad.dtype)
         for average, factor, grad in zip(block.averages, factors, block.grads, strict=True)
     ]
-    weights: Sequence[float | Tensor] = block.compiled_weights or block.weights
-    for average, factor, weight in zip(used, factors, weights, strict=True):
+    for average, factor, weight in zip(used, factors, block.weights, strict=True):
         average.add_((factor - average) * weight)
     return used
 
@@ -224,67 +197,50 @@ def scale_by_kernels(block: GradientBlock, *, keep: bool) -> list[Tensor] | None
     Returns:
         The factors, or an empty list; None if kernels cannot do it, and nothing was changed.
     """
-    if not _kernels_can_scale(block):
+    vrgd: Any = kernels.ready("vrgd")
+    if vrgd is None or not _kernels_can_scale(block) or block.block is None:
         return None
+    cache, device, factors = block.block.cache, block.grads[0].device, list[Tensor]()
+    weight: Any = block.weights[0] if block.weights else 0.0
     try:
-        return _scale_by_kernels(block, keep)
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            if "chunks" not in cache:
+                cache["chunks"] = Chunks([grad.numel() for grad in block.grads], device, vrgd.SPAN)
+                cache |= {name: Addresses() for name in ("grads", "noises", "averages", "factors")}
+            factors = empty_factors(block.grads) if keep else []
+            lists: dict[str, Sequence[Any]] = {"grads": block.grads, "noises": block.noises}
+            lists |= {"averages": block.averages, "factors": factors}
+            vrgd.scale(
+                cache["chunks"],
+                **{name: cache[name].table(tensors) if tensors else None for name, tensors in lists.items()},
+                dtype=block.grads[0].dtype,
+                noise_dtype=block.noises[0].dtype,
+                gamma=block.gamma,
+                weight=weight,
+                aligned=all(cache[name].aligned for name in lists),
+            )
     except Exception as error:  # no compiler, an old device: whatever it is, torch can do the work
         kernels.give_up("vrgd", error, "variance-reduced steps continue")
         return None
+    return factors
 
 
 def _kernels_can_scale(block: GradientBlock) -> bool:
     if block.rule != "paper" or block.granularity != "tensor" or not block.foreach or block.block is None:
         return False
-    grad, noise, cache = block.grads[0], block.noises[0], block.block.cache
+    grad, noise = block.grads[0], block.noises[0]
     if not kernels.on_device(grad) or not {grad.dtype, noise.dtype} <= set(kernels.DTYPES):
         return False
-    if kernels.ready("vrgd") is None or len(set(block.weights)) > 1:
-        return False
     averages = [average for average in block.averages if average is not None]
-    if len(averages) != len(block.averages):
+    if len(averages) != len(block.averages) or len(set(block.weights)) > 1:
         return False
-    strides = cache.setdefault("strides", [noise.stride() for noise in block.noises])
+    strides = block.block.cache.setdefault("strides", [noise.stride() for noise in block.noises])
     # This runs for every tensor in every step, so it makes few calls.
     return all(
         [tensor.stride() for tensor in tensors] == strides and all([tensor.dtype == grad.dtype for tensor in tensors])
         for tensors in (block.grads, averages)
         if tensors
     )
-
-
-def _scale_by_kernels(block: GradientBlock, keep: bool) -> list[Tensor]:
-    vrgd: Any = kernels.ready("vrgd")
-    assert block.block is not None
-    cache, device = block.block.cache, block.grads[0].device
-    with torch.cuda.device(device if device.type == "cuda" else -1):
-        if "chunks" not in cache:
-            cache["chunks"] = Chunks([grad.numel() for grad in block.grads], device, vrgd.SPAN)
-            cache |= {name: Addresses() for name in ("grads", "noises", "averages", "factors")}
-        factors = empty_factors(block.grads) if keep else []
-        lists: dict[str, Sequence[Any]] = {"grads": block.grads, "noises": block.noises}
-        lists |= {"averages": block.averages, "factors": factors}
-        tables = {name: cache[name].table(tensors) if tensors else None for name, tensors in lists.items()}
-        vrgd.scale(
-            cache["chunks"],
-            **tables,
-            dtype=block.grads[0].dtype,
-            noise_dtype=block.noises[0].dtype,
-            gamma=block.gamma,
-            weight=block.weights[0] if block.weights else 0.0,
-            aligned=all(cache[name].aligned for name in lists),
-        )
-    return factors
-
-
-def empty_factors(grads: Sequence[Tensor]) -> list[Tensor]:
-    """Return a float32 tensor for each gradient, laid out like it, in one allocation. Gradients have no gaps."""
-    starts, first = [], 0
-    for grad in grads:
-        starts.append(first)
-        first += -(-grad.numel() // ALIGNMENT) * ALIGNMENT
-    flat = torch.empty(first, dtype=torch.float32, device=grads[0].device)
-    return [flat.as_strided(grad.shape, grad.stride(), start) for grad, start in zip(grads, starts, strict=True)]
 
 
 # -- the step -------------------------------------------------------------------------------------------------------
@@ -546,8 +502,11 @@ class VarianceReduced(torch.optim.Optimizer):
         if self._scale_and_step():
             self._save_averages([], [])
             return None
-        blocks = [self._gradient_block(block, compiling) for block in self._parts.blocks]
-        return [block for block in blocks if block is not None and not self._scaled_by_kernels(block)]
+        found = [self._gradient_block(block) for block in self._parts.blocks]
+        blocks = [block for block in found if block is not None and not self._scaled_by_kernels(block)]
+        for block in blocks if compiling else ():  # a number that changes would recompile the step; a tensor does not
+            block.weights = [torch.tensor(weight) for weight in block.weights]
+        return blocks
 
     def _scale_and_step(self) -> bool:
         """Scale gradients and make the base's step in one, if possible. Otherwise do nothing and return False."""
@@ -604,35 +563,31 @@ class VarianceReduced(torch.optim.Optimizer):
         ]
         return True
 
-    def _gradient_block(self, block: Block, compiling: bool) -> GradientBlock | None:
-        parameters, noises = block.parameters, block.noises
-        grads = [parameter.grad for parameter in parameters]
-        whole = all(grad is not None for grad in grads)
-        if not whole:
-            present = [index for index, grad in enumerate(grads) if grad is not None]
-            if not present:
-                return None
-            parameters, noises = [parameters[i] for i in present], [noises[i] for i in present]
-        group = self.param_groups[block.kind.group]
-        beta3 = group["beta3"]
-        states = [self.state.get(parameter, {}) for parameter in parameters] if beta3 else []
-        weights = new_factor_weights(states, beta3)
+    def _gradient_block(self, block: Block) -> GradientBlock | None:
+        pairs = zip(block.parameters, block.noises, strict=True)
+        present = [(p, p.grad, noise) for p, noise in pairs if p.grad is not None]
+        if not present:
+            return None
+        parameters = [p for p, _, _ in present]
+        group, layers = self.param_groups[block.kind.group], list[str]()
+        states = [self.state.get(parameter, {}) for parameter in parameters] if group["beta3"] else []
+        if group["granularity"] == "layer":
+            names = {p: name.rpartition(".")[0] for p, name in zip(group["params"], group["param_names"], strict=True)}
+            layers = [names[parameter] for parameter in parameters]
         return GradientBlock(
             parameters=parameters,
-            grads=[grad for grad in grads if grad is not None],
-            noises=noises,
+            grads=[grad for _, grad, _ in present],
+            noises=[noise for _, _, noise in present],
             num_added=self._num_local,
             num_parts=self.last_num_parts,
             gamma=group["gamma"],
             rule=self._rules[block.kind.group] if group["scale"] == "custom" else group["scale"],
             granularity=group["granularity"] or DEFAULT_GRANULARITY.get(group["scale"], ""),
-            layers=layers_of(group, parameters) if group["granularity"] == "layer" else [],
+            layers=layers,
             averages=[state.get("factor_avg") for state in states],
-            weights=weights,
-            # A number that changes would recompile the step; a tensor does not.
-            compiled_weights=[torch.tensor(weight) for weight in weights] if compiling else [],
+            weights=new_factor_weights(states, group["beta3"]),
             foreach=group.get("foreach") is not False,
-            block=block if whole else None,
+            block=block if len(present) == len(block.parameters) else None,
         )
 
     def _scaled_by_kernels(self, block: GradientBlock) -> bool:
@@ -648,7 +603,8 @@ class VarianceReduced(torch.optim.Optimizer):
 
     def _scale(self, block: GradientBlock, factors: list[Tensor] | None) -> list[Tensor]:
         """Multiply gradients by their factors, in place. Return the averages of the factors, if the group has any."""
-        factors = factors_of(block) if factors is None else factors
+        if factors is None:
+            factors = [_factor(block, *_moments(block, position)) for position in range(len(block.grads))]
         self._report_factors(block.parameters, factors, block.gamma)
         factors = [factor.to(grad.dtype) for factor, grad in zip(factors, block.grads, strict=True)]
         if block.weights:

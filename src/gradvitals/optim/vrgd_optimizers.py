@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
 
-from gradvitals import kernels
-from gradvitals.kernels.tables import ALIGNMENT, Addresses, upload
-from gradvitals.optim.adamw import AdamW, Batch, FusedStep, kernel_modules
+from gradvitals.optim.adamw import AdamW, Scaling
 from gradvitals.optim.layerwise import LAMB, LARS
-from gradvitals.optim.vrgd import FactorsHook, VarianceReduced, VROptions, empty_factors, new_factor_weights
+from gradvitals.optim.vrgd import VarianceReduced, VROptions
 
 
 class VRSGD(VarianceReduced, torch.optim.SGD):
@@ -48,10 +43,14 @@ class VRSGD(VarianceReduced, torch.optim.SGD):
 
 
 class VRAdam(VarianceReduced, torch.optim.Adam):
-    """Adam on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
+    r"""Adam on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
 
-    A factor that stays constant over time changes nothing, because Adam divides by the gradient's size. Only changes of
-    the factor within Adam's memory have an effect. `weight_decay` is added to the scaled gradient.
+    .. math:: p_t = \beta_3 \, p_{t-1} + (1 - \beta_3) \, \mathrm{clip}\left(\frac{r}{\bar r}, \gamma, 1\right),
+              \qquad g \leftarrow \frac{p_t}{1 - \beta_3^t} \odot g
+
+    with r as in `VRSGD`, before Adam computes its moments. A factor that stays constant over time changes nothing,
+    because Adam divides by the gradient's size: only changes of the factor within Adam's memory have an effect.
+    `weight_decay` is added to the scaled gradient.
 
     The arguments are those of `torch.optim.Adam` and of `VROptions`.
 
@@ -63,7 +62,7 @@ class VRAdam(VarianceReduced, torch.optim.Adam):
 
 
 class VRLAMB(VarianceReduced, LAMB):
-    """LAMB on gradients scaled by a moving average of their signal-to-noise factors, with decay `beta3` (0.9).
+    """LAMB on gradients scaled by a moving average of their signal-to-noise factors, as in `VRAdam`.
 
     The arguments are those of `LAMB` and of `VROptions`.
     """
@@ -72,7 +71,7 @@ class VRLAMB(VarianceReduced, LAMB):
 
 
 class VRLARS(VarianceReduced, LARS):
-    """LARS on gradients scaled by their signal-to-noise ratio.
+    """LARS on gradients scaled by their signal-to-noise ratio, as in `VRSGD`.
 
     The arguments are those of `LARS` and of `VROptions`.
     """
@@ -88,25 +87,19 @@ class VRAdamW(VarianceReduced, AdamW):
     """
 
     default_beta3 = 0.9
-
-    def _new_fused(self) -> FusedVRStep:
-        return FusedVRStep(self)
+    _kernels = "vrgd"  # AdamW's own may still work if these fail
 
     def _scale_and_step(self) -> bool:
-        fused: Any = self._fused
         # Clipping would need the norm of the scaled gradient before the pass that scales it.
-        if self.max_norm is not None or not all(map(_uses_paper_rule, self.param_groups)):
+        by_paper = (g["scale"] == "paper" and g["granularity"] in (None, "tensor") for g in self.param_groups)
+        if self.max_norm is not None or not all(by_paper):
             return False
-        fused.scaling = Scaling(self._parts.noise_of, self._report_factors if self._factors_hooks else None)
+        self._fused.scaling = Scaling(self._parts.noise_of, self._report_factors if self._factors_hooks else None)
         try:
             self.reports_vitals = self._step_by_kernels()
         finally:
-            fused.scaling = None
+            self._fused.scaling = None
         return self.reports_vitals
-
-
-def _uses_paper_rule(group: dict[str, Any]) -> bool:
-    return group["scale"] == "paper" and group["granularity"] in (None, "tensor")
 
 
 class VRGD(VarianceReduced):
@@ -177,104 +170,3 @@ class VRGD(VarianceReduced):
         """Return what a copy needs."""
         kept = ("base", "defaults", "_options", "_schedules", "_rules")
         return {name: self.__dict__[name] for name in kept}
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """How `FusedVRStep` scales the gradients of one step."""
-
-    noise_of: Callable[[Tensor], Tensor]
-    """Returns the summed squared deviations of a parameter's parts."""
-    report: FactorsHook | None
-    """Receives some parameters, their factors, and gamma; None if no hook is registered."""
-
-
-class FusedVRStep(FusedStep):
-    """Makes the step of a `VRAdamW` by kernels, if they can: two passes, as a tensor's mean ratio must come first."""
-
-    needs = "vrgd"  # AdamW's own kernels may still work if these fail
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self.scaling: Scaling | None = None
-        """For the step in progress; None if it is AdamW's own."""
-
-    def _kind(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Any]) -> tuple[Any, ...] | None:
-        if self.scaling is None:
-            return ()
-        noise, average = self.scaling.noise_of(parameter), state.get("factor_avg")
-        if not kernels.usable(noise) or noise.stride() != grad.stride():
-            return None
-        if average is not None and not (
-            kernels.usable(average) and average.stride() == grad.stride() and average.dtype == grad.dtype
-        ):
-            return None
-        # An unaligned tensor must not keep the others from wide loads.
-        return noise.dtype, noise.data_ptr() % ALIGNMENT == 0
-
-    def _matches(self, batch: Batch, grads: Sequence[Tensor]) -> bool:
-        if not super()._matches(batch, grads) or (self.scaling is None) != ("noises" not in batch.extra):
-            return False
-        if self.scaling is None:
-            return True
-        noises, averages = batch.extra["noises"], batch.extra["averages"]
-        if bool(averages) != bool(self.optimizer.param_groups[batch.group]["beta3"]):
-            return False
-        if not all([self.scaling.noise_of(p) is noise for p, noise in zip(batch.parameters, noises, strict=True)]):
-            return False
-        states = batch.states if averages else []
-        return all([state.get("factor_avg") is mean for state, mean in zip(states, averages, strict=True)])
-
-    def _complete(self, batch: Batch) -> None:
-        if self.scaling is None:
-            return
-        batch.extra["noises"] = [self.scaling.noise_of(parameter) for parameter in batch.parameters]
-        batch.extra["averages"] = []
-        if self.optimizer.param_groups[batch.group]["beta3"]:
-            for state in batch.states:
-                if "factor_avg" not in state:  # the first factors become the average, with a weight of 1
-                    state["factor_avg"] = torch.zeros_like(state["exp_avg"], dtype=batch.dtypes[1])
-                state.setdefault("factor_step", 0)
-            batch.extra["averages"] = [state["factor_avg"] for state in batch.states]
-        batch.extra["weights"] = ([], None)
-        batch.addresses |= {name: Addresses() for name in ("noises", "averages", "factors")}
-
-    def _reduce(self, batch: Batch, grads: Sequence[Tensor], grads_at: Tensor) -> tuple[Any, Any, bool]:
-        if self.scaling is None:
-            return None, None, True
-        adam, vrgd = kernel_modules("adam", "vrgd")
-        group, extra, at = self.optimizer.param_groups[batch.group], batch.extra, batch.addresses
-        factors = empty_factors(grads) if self.scaling.report is not None else []
-        noises = at["noises"].table(extra["noises"])
-        averages = at["averages"].table(extra["averages"]) if extra["averages"] else None
-        factors_at = at["factors"].table(factors) if factors else None
-        noise_dtype = extra["noises"][0].dtype
-        ratios_aligned = at["grads"].aligned and at["noises"].aligned
-        sums = vrgd.sum_ratios(
-            batch.chunks, grads_at, noises, dtype=grads[0].dtype, noise_dtype=noise_dtype, aligned=ratios_aligned
-        )
-        extra["factors"] = factors
-        reduction = adam.Reduction(noises, averages, factors_at, noise_dtype, group["gamma"])
-        aligned = ratios_aligned and at["averages"].aligned and at["factors"].aligned
-        return adam.Ratios(sums, self._weights(batch, group["beta3"])), reduction, aligned
-
-    @staticmethod
-    def _weights(batch: Batch, beta3: float) -> Tensor:
-        """Return the weights of the new factors in their averages, uploaded only if they changed."""
-        weights = new_factor_weights(batch.states, beta3)
-        known, uploaded = batch.extra["weights"]
-        if uploaded is None or weights != known:
-            uploaded = upload(torch.tensor(weights, dtype=torch.float32), batch.device)
-            batch.extra["weights"] = (weights, uploaded)
-        found: Tensor = uploaded
-        return found
-
-    def _after(self, batch: Batch) -> None:
-        if self.scaling is None:
-            return
-        if batch.extra["averages"]:
-            for state in batch.states:
-                state["factor_step"] += 1
-        factors = batch.extra.pop("factors")
-        if self.scaling.report is not None:
-            self.scaling.report(batch.parameters, factors, self.optimizer.param_groups[batch.group]["gamma"])

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from gradvitals.errors import ConfigError, GradvitalsError
@@ -267,17 +266,6 @@ class Subject:
             return "unknown"
         tokens = not self.inputs(batch).is_floating_point()
         return "language" if tokens and output.dim() >= 3 else "classification"
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model inside `torch.compile` or DDP, which share its parameters."""
-    while True:
-        if "_orig_mod" in model._modules:  # no isinstance: importing the compiler takes seconds
-            model = model.get_submodule("_orig_mod")
-        elif isinstance(model, (DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        else:
-            return model
 
 
 def checked_loss(loss: Any) -> Tensor:

@@ -10,15 +10,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradvitals.distributed.shards import unwrapped
 from gradvitals.errors import ConfigError, GradvitalsError, expect
-from gradvitals.probe.data import Names, Reading, Subject, check_arguments, form_of, names_of, unwrapped
+from gradvitals.probe.data import Names, Reading, Subject, check_arguments, form_of, names_of
 from gradvitals.probe.gradients import Stream, gradients, signal_record, trainable
 from gradvitals.probe.landscape import landscape_record
 from gradvitals.probe.layers import Activations, layers_record, planned_update
@@ -164,50 +165,50 @@ def probe(
         untouched(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext(),
         _progress_bar(progress) as report,
     ):
-        examination = _Examination(subject, parameters, asked, lr, optimizer, report, notes)
-        examination.read(loader, n_batches, examples)
-        return examination.answer(loader, n_batches, examples, memory_mb, names)
+        asking = _Examination(subject, parameters, asked, loader, n_batches, examples, lr, optimizer, report, notes)
+        asking.read()
+        return asking.answer(memory_mb, names or names_of(model, loader))
 
 
+@dataclass
 class _Examination:
     """One pass over the batches, then one question after the other."""
 
-    def __init__(
-        self,
-        subject: Subject,
-        parameters: dict[str, nn.Parameter],
-        asked: list[str],
-        lr: float | None,
-        optimizer: torch.optim.Optimizer | None,
-        progress: Progress,
-        notes: list[str],
-    ) -> None:
-        self.subject, self.parameters, self.asked = subject, parameters, asked
-        self.lr, self.optimizer, self.notes = lr, optimizer, notes
-        self._progress, self._done, self._total = progress, 0, 0
-        steps = optimizer is not None and any(group.get("lr", 0.0) > 0 for group in optimizer.param_groups)
-        self.stepping = optimizer if steps else None
-        """The optimizer, if its step changes anything."""
-        self.losses: list[float] = []
-        self.sizes: list[int] = []
-        self.kept: list[Any] = []
-        """The first batches, for questions about examples."""
-        self.activations = Activations(subject.model)
-        self.started = time.perf_counter()
+    subject: Subject
+    parameters: dict[str, nn.Parameter]
+    asked: list[str]
+    loader: Iterable[Any]
+    n_batches: int
+    examples: int
+    lr: float | None
+    optimizer: torch.optim.Optimizer | None
+    progress: Progress
+    notes: list[str]
+    losses: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+    """The first batches, for questions about examples."""
+    done: int = 0
+    """Batches read and questions answered."""
 
-    def read(self, loader: Iterable[Any], n_batches: int, examples: int) -> None:
+    def __post_init__(self) -> None:
+        self.started = time.perf_counter()
+        steps = self.optimizer is not None and any(group.get("lr", 0.0) > 0 for group in self.optimizer.param_groups)
+        self.stepping = self.optimizer if steps else None
+        """The optimizer, if its step changes anything."""
+        self.activations, self.reading = Activations(self.subject.model), Reading(self.loader)
+        self.stream = Stream(list(self.parameters.values()), self.n_batches)
+
+    def read(self) -> None:
         """Take the gradients of all batches."""
-        self._total = n_batches + len(self.asked)
         parameters = list(self.parameters.values())
-        self.stream = Stream(parameters, n_batches)
-        self.reading = Reading(loader)
         wants_gradients = bool({"signal", "layers"} & set(self.asked))
         watching = self.activations.watching if "layers" in self.asked else nullcontext
         # Closed now, so that the loader's generators are restored now and not later.
-        with closing(self.reading.first(n_batches)) as batches:
+        with closing(self.reading.first(self.n_batches)) as batches:
             for number, raw in enumerate(batches, 1):
                 batch = self.subject.move(raw)
-                if sum(self.sizes) < examples:
+                if sum(self.sizes) < self.examples:
                     self.kept.append(raw)
                 self.sizes.append(self.subject.size(batch))
                 with same_buffers(self.subject.model):  # every batch meets the statistics of the model as given
@@ -220,8 +221,8 @@ class _Examination:
         found = len(self.losses)
         if not found:
             raise GradvitalsError("the loader gave no batch; expected at least one: is it an iterator already used up?")
-        if found < n_batches:
-            self.notes.append(f"{found} of {n_batches} batches: the loader had no more")
+        if found < self.n_batches:
+            self.notes.append(f"{found} of {self.n_batches} batches: the loader had no more")
         if found == 1:
             self.notes.append("one batch has no spread: GSNR needs two or more, and ten make it more certain")
         if len(set(self.sizes)) > 1:
@@ -230,17 +231,18 @@ class _Examination:
                 "GSNR stands for the median size"
             )
 
-    def answer(
-        self, loader: Iterable[Any], n_batches: int, examples: int, memory_mb: int, names: Names | None
-    ) -> Probe:
+    def answer(self, memory_mb: int, names: Names) -> Probe:
         """Answer all questions."""
         subject, tick = self.subject, self._tick
         first = subject.move(self.kept[0])
         size = round(statistics.median(self.sizes))
-        train_size = _length(getattr(loader, "dataset", None))
-        names = names or names_of(subject.model, loader)
+        try:
+            train_size = len(self.loader.dataset)  # type: ignore[attr-defined]
+        except Exception:  # no data set, or one without a length
+            train_size = None
         with untouched(subject.model):
             averaging = loss_averaging(subject, first)
+        parameters = list(self.parameters.values())
         ways: dict[str, Callable[[], Any]] = {
             "signal": lambda: signal_record(list(self.parameters), self.stream, size, self.lr),
             "layers": self._layers,
@@ -248,7 +250,7 @@ class _Examination:
                 subject,
                 self.parameters,
                 self.kept,
-                most=examples,
+                most=self.examples,
                 memory_limit=memory_mb << 20,
                 train_size=train_size,
                 indices=self.reading.of,
@@ -256,13 +258,13 @@ class _Examination:
                 tick=tick,
             ),
             "landscape": lambda: landscape_record(
-                subject, list(self.parameters.values()), first, lr=self.lr, optimizer=self.stepping, tick=tick
+                subject, parameters, first, lr=self.lr, optimizer=self.stepping, tick=tick
             ),
             "saliency": lambda: saliency_record(subject, first, names, tick),
             "robustness": lambda: robustness_record(subject, first, tick),
         }
         answers = {question: self._ask(question, ways[question]) for question in QUESTIONS if question in self.asked}
-        if answers.get("samples") and self.reading.indices is None and not isinstance(loader, (list, tuple)):
+        if answers.get("samples") and self.reading.indices is None and not isinstance(self.loader, (list, tuple)):
             self.notes.append(
                 "samples: the loader does not reveal places in a data set; batch and position are those of this time"
             )
@@ -272,7 +274,7 @@ class _Examination:
                 "do; the answers on single examples weigh them the same"
             )
         about = {
-            **self._about(first, n_batches, size, train_size),
+            **self._about(first, size, train_size),
             "averaging": averaging["kind"],
             "questions": [question for question in answers if answers[question] is not None],
             "seconds": time.perf_counter() - self.started,
@@ -281,10 +283,10 @@ class _Examination:
         return Probe(about=about, verdict=found, notes=self.notes, **answers)
 
     def _tick(self, label: str) -> None:
-        self._progress(self._done, self._total, label)
+        self.progress(self.done, self.n_batches + len(self.asked), label)
 
     def _advance(self, label: str) -> None:
-        self._done = min(self._done + 1, self._total)
+        self.done += 1
         self._tick(label)
 
     def _ask(self, question: str, way: Callable[[], Any]) -> Any:
@@ -315,7 +317,7 @@ class _Examination:
         self.notes += self.activations.notes
         return layers_record(self.parameters, mean, updates, self.lr, self.activations.records())
 
-    def _about(self, batch: Any, asked: int, size: int, train_size: int | None) -> dict[str, Any]:
+    def _about(self, batch: Any, size: int, train_size: int | None) -> dict[str, Any]:
         model = self.subject.model
         flags = {module.training for module in model.modules()}
         finite = [loss for loss in self.losses if math.isfinite(loss)]
@@ -334,7 +336,7 @@ class _Examination:
             "lr": self.lr,
             "optimizer": type(self.optimizer).__name__ if self.optimizer is not None else None,
             "batches": len(self.losses),
-            "batches_asked": asked,
+            "batches_asked": self.n_batches,
             "batch_size": size,
             "examples": sum(self.sizes),
             "train_size": train_size,
@@ -420,13 +422,6 @@ def _missing_parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[st
         return []
     more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
     return [f"the optimizer leaves out {', '.join(missing[:2])}{more}: nothing trains them"]
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except Exception:  # no length
-        return None
 
 
 def _device(home: torch.device, wanted: str | torch.device | None) -> torch.device:

@@ -124,9 +124,11 @@ class Stream:
         """One list per gradient, with one norm per parameter."""
         self.mean = [torch.zeros(p.shape, dtype=accumulator(p.dtype), device=p.device) for p in self.parameters]
         self.m2 = [torch.zeros_like(mean) for mean in self.mean]
-        self._strides = [_stride(p.numel(), num_expected) for p in self.parameters]
-        # Made at once: small tensors between large temporary ones would keep memory from being freed.
         kept = max(1, min(num_expected, MAX_KEPT))
+        # So that the kept coordinates stay small beside the tensor.
+        most = [min(MAX_COORDINATES, max(MIN_COORDINATES, p.numel() // 2) // kept) for p in self.parameters]
+        self._strides = [odd_stride(p.numel(), max(1, count)) for p, count in zip(self.parameters, most, strict=True)]
+        # Made at once: small tensors between large temporary ones would keep memory from being freed.
         self._kept = [
             torch.empty((kept, -(-mean.numel() // stride)), dtype=mean.dtype, device=mean.device)
             for mean, stride in zip(self.mean, self._strides, strict=True)
@@ -234,12 +236,6 @@ def _row_norms(grads: Sequence[Tensor]) -> Tensor:
     if len({column.device for column in columns}) > 1:
         columns = [column.cpu() for column in columns]
     return torch.stack(columns, dim=1).cpu()
-
-
-def _stride(numel: int, num_expected: int) -> int:
-    """Returns the stride between kept coordinates, so that they stay small beside the tensor."""
-    gradients = max(1, min(num_expected, MAX_KEPT))
-    return odd_stride(numel, max(1, min(MAX_COORDINATES, max(MIN_COORDINATES, numel // 2) // gradients)))
 
 
 VANISHING = 1e-10

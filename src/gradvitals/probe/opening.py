@@ -62,7 +62,8 @@ class Opening:
         self.target: Tensor | None = target if isinstance(target, Tensor) else None
         call, lookups = self._first_call()
         given = list(_tensors(call))
-        data = [(path, tensor) for path, tensor in given if not _is_beside_data(path)]
+        words = [(" ".join(key.lower() for key in path if isinstance(key, str)), path, t) for path, t in given]
+        data = [(path, tensor) for word, path, tensor in words if not any(part in word for part in NOT_DATA)]
         numbers = [(path, tensor) for path, tensor in data if tensor.is_floating_point()]
         if numbers and data[0][0] == numbers[0][0]:
             self.kind, (path, tensor) = "inputs", numbers[0]
@@ -212,10 +213,6 @@ def _tensors(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
     else:
         for key, child in (parts_of(tree) or {}).items():
             yield from _tensors(child, (*path, key))
-
-
-def _is_beside_data(path: Path) -> bool:
-    return any(isinstance(key, str) and word in key.lower() for key in path for word in NOT_DATA)
 
 
 def _argument_name(path: Path) -> str:

@@ -265,7 +265,9 @@ class SampleCount:
             self._depth = 0
             if torch.is_grad_enabled() and not self.in_backward:
                 self._num_calls += 1
-                self._follow(self._num_calls, _first_dimension([*args, *kwargs.values()]), output)
+                inputs = [thing for thing in (*args, *kwargs.values()) if isinstance(thing, Tensor) and thing.dim() > 0]
+                sizes = {thing.shape[0] for thing in inputs}
+                self._follow(self._num_calls, int(sizes.pop()) if len(sizes) == 1 else None, output)
 
     def _follow(self, call: int, samples: int | None, output: Any) -> None:
         """Note when a backward pass reaches a call through its output: a loop may call a model to act, or to log."""
@@ -277,11 +279,6 @@ class SampleCount:
         for leaf in tree_leaves([*outputs, output]):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(arrived)
-
-
-def _first_dimension(inputs: list[Any]) -> int | None:
-    sizes = {thing.shape[0] for thing in inputs if isinstance(thing, Tensor) and thing.dim() > 0}
-    return int(sizes.pop()) if len(sizes) == 1 else None
 
 
 def _is_compiled() -> bool:
