@@ -452,6 +452,12 @@ def test_markdown_has_the_verdict_the_cause_the_fix_and_the_evidence(write: Writ
     assert in_order(text, parts)
 
 
+def test_markdown_of_a_run_without_findings_says_that_it_is_healthy(write: Write) -> None:
+    result = doctor(write(), "--format", "markdown")
+    assert result.exit_code == 0
+    assert "Healthy" in result.output
+
+
 def test_markdown_names_the_worst_finding_once(write: Write) -> None:
     text = doctor(write(SPIKE), "--format", "markdown").output
     assert text.count("the gradient norm rose") == 1

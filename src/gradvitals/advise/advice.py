@@ -30,6 +30,14 @@ class Figure:
     """The steps it covers; None if it is of no steps in particular."""
     last_step: int | None = None
 
+    @property
+    def with_steps(self) -> str:
+        """The text and its steps, if it covers more than one."""
+        first, last = self.first_step, self.last_step
+        if first is None or last is None or last <= first:
+            return self.text
+        return f"{self.text}; steps {first:,} to {last:,}"
+
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain JSON values."""
         return {name: json_ready(getattr(self, name)) for name in self.__dataclass_fields__}

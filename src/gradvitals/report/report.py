@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -204,7 +204,7 @@ class Report:
             "run": str(self.run.path),
             "replayed": bool(self.diagnosed.replayed),
             "state": state_of(self.run),
-            "restarts": [restart.to_json() for restart in restarts(self.run)],
+            "restarts": [asdict(restart) for restart in restarts(self.run)],
             "passed": [{"id": item.id, "text": item.text} for item in self.checks.passed],
             "passed_until": self.checks.until,
             "skipped": [{"reason": item.reason, "ids": list(item.ids)} for item in self.checks.skipped],
