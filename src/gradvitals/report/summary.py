@@ -19,6 +19,8 @@ from gradvitals.types import FloatArray
 
 NAN = float("nan")
 TRENDS = ("loss", "grad/norm", "gsnr", "lr", "vrgd/mean")
+LARGE_SPIKE = 5
+"""A spike ratio above this is marked."""
 MAX_WORST = 5
 """How many tensors each list of the worst ones names."""
 

@@ -34,7 +34,7 @@ from gradvitals.report.format import (
 )
 from gradvitals.report.listing import RunLine
 from gradvitals.report.report import Report
-from gradvitals.report.summary import Summary, WorstList
+from gradvitals.report.summary import LARGE_SPIKE, Summary, WorstList
 from gradvitals.report.verdict import (
     LABELS,
     UNDIAGNOSED,
@@ -80,8 +80,6 @@ OTHER_FINDINGS = 4
 """Findings beside the worst one that doctor names without --verbose."""
 NAME_WIDTH = 16
 """Characters that a name gets before a column is dropped."""
-LARGE_SPIKE = 5
-"""A spike ratio above this is marked."""
 MAX_LAYERS = 400
 """Rows of the layer table; with more, those in the middle are skipped."""
 
@@ -245,10 +243,9 @@ def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType
     yield Text()
     if all_checks:
         yield Text(f"{checks.passed_title} ({len(checks.passed)})", style="bold")
-        yield from (Paragraph(BULLET, clean(item.text)) for item in checks.passed)
+        yield from (Paragraph(BULLET, clean(text)) for text in checks.passed.values())
         yield from (Text(), Text(f"Checks skipped ({checks.num_skipped})", style="bold"))
-        for skipped in checks.skipped:
-            yield Paragraph(BULLET, clean(f"{skipped.reason} ({', '.join(skipped.names)})"))
+        yield from (Paragraph(BULLET, clean(line)) for line in checks.skipped_lines)
     else:
         yield Paragraph("", Text.assemble(checks.counted, (" (--all to list them)", "dim")))
     if report.monitoring:
