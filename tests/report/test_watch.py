@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gradvitals.errors import RunFormatError
 from gradvitals.report import live
-from gradvitals.report.live import Follower, Frame, Lines, moments, wait_for
+from gradvitals.report.live import Frame, Lines, look, moments, wait_for
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
 
@@ -51,42 +51,17 @@ def shown(content: Any, width: int = 100, **options: Any) -> str:
     return console.file.getvalue()
 
 
-def losses(follower: Follower) -> list[float]:
-    trend = follower.look().summary.trend("loss")
-    return [] if trend is None else trend.values.tolist()
-
-
 def test_every_look_has_the_latest_layers(writer: RunWriter) -> None:
-    follower = Follower(writer.path)
-    assert follower.look().summary.layers_step == 39
+    assert look(writer.path).summary.layers_step == 39
     write_steps(writer, range(40, 42))
-    assert follower.look().summary.layers_step == 41
-
-
-def test_a_run_continued_from_an_earlier_step_is_read_again(writer: RunWriter) -> None:
-    follower = Follower(writer.path)
-    follower.look()
-    writer.close()
-    with RunWriter(writer.path, meta=META, resume=True, first_step=10) as again:
-        write_steps(again, range(10, 60), loss=9.0)
-        assert losses(follower) == [2.0] * 10 + [9.0] * 50
-
-
-def test_a_run_that_was_replaced_is_opened_again(writer: RunWriter) -> None:
-    follower = Follower(writer.path)
-    follower.look()
-    writer.close()
-    writer.path.unlink()
-    with RunWriter(writer.path, meta=META) as other:
-        write_steps(other, range(5), loss=7.0)
-        assert losses(follower) == [7.0] * 5
+    assert look(writer.path).summary.layers_step == 41
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_a_frame_fits_the_screen_and_shows_what_there_is(writer: RunWriter, width: int) -> None:
     writer.write(SPIKE)
     writer.commit()
-    text = shown(Frame(Follower(writer.path).look()), width)
+    text = shown(Frame(look(writer.path)), width)
     assert max(map(len, text.splitlines())) <= width
     flat = " ".join(text.split())
     for part in ("4 ranks", "Unhealthy: 40 steps so far", "loss", "GSNR", "64", "explosion", "head", "0.01"):
@@ -96,15 +71,15 @@ def test_a_frame_fits_the_screen_and_shows_what_there_is(writer: RunWriter, widt
 
 def test_lines_come_when_there_is_news(writer: RunWriter) -> None:
     console = Console(file=io.StringIO(), width=200, markup=False, highlight=False)
-    lines, follower = Lines(console), Follower(writer.path)
-    lines.show(follower.look())
-    lines.show(follower.look())
+    lines = Lines(console)
+    lines.show(look(writer.path))
+    lines.show(look(writer.path))
     writer.write(Finding(id="explosion", severity="warning", title="the norm rose", first_step=39))
     write_steps(writer, range(40, 41))
-    lines.show(follower.look())
+    lines.show(look(writer.path))
     writer.write(Finding(id="explosion", severity="warning", title="the norm rose", first_step=39, last_step=39))
     writer.close()
-    lines.show(follower.look())
+    lines.show(look(writer.path))
     assert isinstance(console.file, io.StringIO)
     said = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert [line.split("  ")[0] for line in said[:2]] == ["step 39", "step 40"]
@@ -117,7 +92,7 @@ def test_lines_come_when_there_is_news(writer: RunWriter) -> None:
 
 
 def test_json_is_one_strict_line(writer: RunWriter) -> None:
-    data = json.loads(json.dumps(Follower(writer.path).look().to_json(), allow_nan=False))
+    data = json.loads(json.dumps(look(writer.path).to_json(), allow_nan=False))
     assert (data["last_step"], data["values"]["loss"], data["verdict"]["level"]) == (39, 2.0, "healthy")
 
 
@@ -131,7 +106,8 @@ def test_it_waits_for_a_run_and_reports_it_once(tmp_path: Path, monkeypatch: pyt
             RunWriter(tmp_path / "run", meta=META).close()
 
     monkeypatch.setattr(live.time, "sleep", nap)
-    moment = wait_for(tmp_path / "run", said.append).look()
+    wait_for(tmp_path / "run", said.append)
+    moment = look(tmp_path / "run")
     assert (moment.summary.last_step, moment.ended, len(naps), len(said)) == (None, True, 3, 1)
     assert "No readings yet." in shown(Frame(moment))
 
@@ -155,7 +131,7 @@ def test_a_look_that_takes_long_is_followed_by_a_longer_pause(
 
     monkeypatch.setattr(live.time, "monotonic", clock)
     monkeypatch.setattr(live.time, "sleep", nap)
-    assert len(list(moments(Follower(writer.path), 1.0))) == 2
+    assert len(list(moments(writer.path, 1.0))) == 2
     assert sum(naps) == 12.0
 
 
@@ -167,7 +143,7 @@ def test_the_end_of_a_run_does_not_wait_for_the_next_line(writer: RunWriter, mon
         writer.close()
 
     monkeypatch.setattr(live.time, "sleep", nap)
-    assert [moment.ended for moment in moments(Follower(writer.path), 10.0)] == [False, True]
+    assert [moment.ended for moment in moments(writer.path, 10.0)] == [False, True]
     assert naps == [1.0]
 
 
@@ -181,7 +157,7 @@ def test_lines_of_a_finished_run_skip_resolved_findings_and_an_unknown_noise_sca
             writer.write(finding)
         writer.write(Finding(id="explosion", severity="critical", title="the norm rose", first_step=30))
     console = Console(file=io.StringIO(), width=200)
-    Lines(console).show(Follower(tmp_path / "run").look())
+    Lines(console).show(look(tmp_path / "run"))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.count("loss_spike") == 0

@@ -48,16 +48,15 @@ def export(
     if csv_path == "-" and as_json:
         raise click.UsageError("--json and --csv - both print to the screen; give --csv a file.")
 
-    from gradvitals.report.export import Selection, write_csv, write_parquet
+    from gradvitals.report.export import write_csv, write_parquet
     from gradvitals.store.reader import open_run
 
-    selection = Selection(kinds=kinds, metrics=metrics)
     with open_run(run) as opened:
         if parquet_path is not None:
-            count = write_parquet(opened, parquet_path, selection)
+            count = write_parquet(opened, parquet_path, kinds, metrics)
         else:
             with click.open_file(str(csv_path), "w", encoding="utf-8", errors="backslashreplace") as stream:
-                count = write_csv(opened, stream, selection)
+                count = write_csv(opened, stream, kinds, metrics)
     if as_json:
         print_json({"path": str(parquet_path or csv_path), "rows": count})
     elif csv_path != "-":

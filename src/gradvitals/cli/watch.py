@@ -31,23 +31,24 @@ def watch(run: str | None, every: float | None, once: bool, as_json: bool) -> No
       gradvitals watch runs/gpt --once
       ssh cluster gradvitals watch runs/gpt --json | jq .verdict.headline
     """
-    from gradvitals.report.live import Follower, Frame, Lines, can_redraw, draw, moments, wait_for
+    from gradvitals.report.live import Frame, Lines, can_redraw, draw, look, moments, wait_for
 
     screen = console()
     path = resolve(run, must_exist=False)
-    follower = Follower(path) if once else wait_for(path, lambda text: click.echo(text, err=True))
+    if not once:
+        wait_for(path, lambda text: click.echo(text, err=True))
     if once and not as_json:
-        screen.print(Frame(follower.look()))
+        screen.print(Frame(look(path)))
     elif as_json:
         before: object = None
-        for moment in [follower.look()] if once else moments(follower, every or SCREEN_SECONDS):
+        for moment in [look(path)] if once else moments(path, every or SCREEN_SECONDS):
             now = (moment.summary.last_step, moment.summary.state, moment.verdict)
             if now != before:
                 print_json(moment.to_json(), indent=None)
             before = now
     elif can_redraw(screen):
-        draw(screen, moments(follower, every or SCREEN_SECONDS))
+        draw(screen, moments(path, every or SCREEN_SECONDS))
     else:
         lines = Lines(screen)
-        for moment in moments(follower, every or LINE_SECONDS):
+        for moment in moments(path, every or LINE_SECONDS):
             lines.show(moment)
