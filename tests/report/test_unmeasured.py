@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from gradvitals.cli import main
-from gradvitals.report.live import plain_line
+from gradvitals.report.live import look, plain_line
 from gradvitals.report.report import Report
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
@@ -50,12 +51,13 @@ def test_heads_that_were_found_but_not_read_are_not_called_missing(tmp_path: Pat
     )
 
 
-def test_a_noise_scale_that_is_not_measured_is_not_promised() -> None:
-    latest = {"loss": 1.0, "grad/norm": 2.0}
-    assert "noise scale" not in plain_line("step 3", latest)
-    unclear = {**latest, "noise_scale": float("nan")}
-    assert plain_line("step 3", unclear).endswith("noise scale not identifiable yet")
-    assert "noise scale" not in plain_line("step 3", unclear, ended=True)
+def test_a_noise_scale_that_is_not_measured_is_not_promised(tmp_path: Path) -> None:
+    ended = look(write(tmp_path / "run"))
+    assert "noise scale" not in plain_line(replace(ended, ended=False))
+    scale = replace(ended.summary.noise_scale, measured=True)
+    unclear = replace(ended, summary=replace(ended.summary, noise_scale=scale))
+    assert plain_line(replace(unclear, ended=False)).endswith("noise scale not identifiable yet")
+    assert "noise scale" not in plain_line(unclear)
 
 
 def test_a_run_with_the_retired_source_examples_opens_and_no_rule_judges_by_it(tmp_path: Path) -> None:

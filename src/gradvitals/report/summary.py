@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradvitals.report.caveats import adam_memory, negative_gsnr
 from gradvitals.report.format import duration, plural
 from gradvitals.report.series import ByLayer, Floats, scan
-from gradvitals.report.verdict import STATES, State, metric_of_every_step, num_ranks, state_of
+from gradvitals.report.verdict import State, metric_of_every_step, num_ranks, progress, state_of
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run
 from gradvitals.types import FloatArray
@@ -118,6 +118,8 @@ class Summary:
     run: str
     last_step: int | None
     state: State
+    progress: str
+    """The state, and how far it is, in words."""
     seconds: float
     num_ranks: int
     num_tensors: int
@@ -136,7 +138,7 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain values except for NaN, which the printer handles."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "worst"}
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("worst", "progress")}
         data["trends"] = {trend.metric: trend.to_json() for trend in self.trends}
         data["noise_scale"] = asdict(self.noise_scale)
         data["largest_spike"] = asdict(self.largest_spike) if self.largest_spike else None
@@ -147,12 +149,9 @@ class Summary:
     @property
     def about(self) -> str:
         """The state of the run and its size, in a line."""
-        last = self.last_step
-        at = f"step {last:,}" if last is not None and self.state == "running" else plural((last or 0) + 1, "step")
-        steps = at if last is not None else "no steps"
         ranks = f"{plural(self.num_ranks, 'rank')}, " if self.num_ranks > 1 else ""
         size = f"{self.num_parameters:,} parameters in {plural(self.num_tensors, 'tensor')}"
-        return f"{STATES[self.state]}, {steps}, {duration(self.seconds)}, {ranks}{size}"
+        return f"{self.progress}, {duration(self.seconds)}, {ranks}{size}"
 
     def trend(self, metric: str) -> Trend | None:
         """Returns the trend of one metric, None if the run has none."""
@@ -175,6 +174,7 @@ def summarize(run: Run, *, whole_run: bool = True) -> Summary:
         run=str(run.path),
         last_step=run.last_step,
         state=state_of(run),
+        progress=progress(run),
         seconds=float((run.meta["finished_at"] or run.meta["heartbeat"]) - run.meta["started_at"]),
         num_ranks=num_ranks(run.meta),
         num_tensors=len(run.tensors),

@@ -532,6 +532,14 @@ def state_of(run: Run) -> State:
     return "stopped" if run.meta["finished_at"] is None else "finished"
 
 
+def progress(run: Run) -> str:
+    """Returns the state of a run, and how far it is, in words."""
+    state, last = state_of(run), run.last_step
+    if last is None:
+        return f"{STATES[state]}, no steps"
+    return f"{STATES[state]}, {f'step {last:,}' if state == 'running' else plural(last + 1, 'step')}"
+
+
 def _cut_off(run: Run, last_step: int) -> Finding:
     """Returns the finding for a run whose process ended without a trace."""
     silent = time.time() - float(run.meta["heartbeat"])
