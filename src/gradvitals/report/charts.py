@@ -8,6 +8,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -38,12 +39,10 @@ class Axis:
     def over(cls, values: Iterable[float], start: float, end: float, *, logarithmic: bool = False) -> Axis:
         """Returns an axis that holds all finite values, with a little room if they are all the same."""
         fit = [value for value in values if abs(value) < _LARGEST and (value > 0 or not logarithmic)]
-        low, high = (min(fit), max(fit)) if fit else (0.0, 1.0)
+        low, high = (min(fit), max(fit)) if fit else (0.1 if logarithmic else 0.0, 1.0)
         if logarithmic:
-            low, high = (low, high) if fit else (0.1, 1.0)
-            return (
-                cls(low / 1.5, high * 1.5, start, end, True) if high < 1.5 * low else cls(low, high, start, end, True)
-            )
+            room = 1.5 if high < 1.5 * low else 1.0
+            return cls(low / room, high * room, start, end, True)
         # Values that differ only by rounding are drawn as equal.
         room = (abs(low) * 0.1 or 0.5) if high - low <= 1e-9 * max(abs(low), abs(high), 1e-290) else 0.0
         return cls(low - room, high + room, start, end)
@@ -115,25 +114,18 @@ def line_chart(
     for at, (name, x) in enumerate(sorted((marks or {}).items(), key=lambda mark: mark[1])):
         if xs.has(x) and (x > 0 or not x_log):
             place = xs.at(x)
-            late = place > (_LEFT + WIDTH) / 2
+            end, shift = ("end", -4) if place > (_LEFT + WIDTH) / 2 else (None, 4)
             parts.append(tag("line", x1=place, x2=place, y1=float(_TOP), y2=float(HEIGHT - _BOTTOM), class_="mark"))
-            words = tag(
-                "text",
-                name,
-                x=place + (-4 if late else 4),
-                y=_TOP + 11.0 + 13 * at,
-                text_anchor="end" if late else None,
-            )
-            parts.append(words)
-    for at, (x_values, y_values) in enumerate(series.values()):
-        points = [
-            (xs.at(x), ys.at(y)) if xs.has(x) and ys.has(y) else None for x, y in zip(x_values, y_values, strict=False)
-        ]
-        parts.append(_line(points, at))
-    drawing = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title, class_="chart")
+            parts.append(tag("text", name, x=place + shift, y=_TOP + 11.0 + 13 * at, text_anchor=end))
+    for at, pairs in enumerate(series.values()):
+        points = [(xs.at(x), ys.at(y)) if xs.has(x) and ys.has(y) else None for x, y in zip(*pairs, strict=False)]
+        pieces = [list(piece) for known, piece in groupby(points, bool) if known]
+        lines = (" ".join(f"{x:.1f},{y:.1f}" for x, y in filter(None, piece)) for piece in pieces if len(piece) > 1)
+        parts += [tag("polyline", points=line, class_=f"line s{at}") for line in lines]
+        dots = (dot for piece in pieces for dot in piece if dot and (len(points) <= _MAX_DOTS or len(piece) == 1))
+        parts += [tag("circle", cx=x, cy=y, r=2.6, class_=f"dot s{at}") for x, y in dots]
     keys = [tag("span", tag("i", class_=f"key s{at}"), name) for at, name in enumerate(series)]
-    legend = tag("div", *keys, class_="legend") if len(keys) > 1 else None
-    return tag("figure", tag("figcaption", tag("b", title), tag("span", y_name, class_="dim")), drawing, legend)
+    return _figure(title, y_name, parts, tag("div", *keys, class_="legend") if len(keys) > 1 else None)
 
 
 def histogram(
@@ -154,9 +146,12 @@ def histogram(
         for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
         if count > 0
     ]
-    box = f"0 0 {WIDTH} {HEIGHT}"
-    drawing = tag("svg", _frame(xs, ys, x_name), *bars, viewBox=box, role="img", aria_label=title, class_="chart")
-    return tag("figure", tag("figcaption", tag("b", title), tag("span", y_name, class_="dim")), drawing)
+    return _figure(title, y_name, [_frame(xs, ys, x_name), *bars])
+
+
+def _figure(title: str, y_name: str, parts: Iterable[Part], legend: Part = None) -> Html:
+    drawing = tag("svg", *parts, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title, class_="chart")
+    return tag("figure", tag("figcaption", tag("b", title), tag("span", y_name, class_="dim")), drawing, legend)
 
 
 def bar(value: float, largest: float, text: str) -> Html:
@@ -199,28 +194,6 @@ def _frame(xs: Axis, ys: Axis, x_name: str) -> Html:
     parts.append(tag("line", x1=xs.start, x2=xs.end, y1=ys.start, y2=ys.start, class_="base"))
     parts.append(tag("text", x_name, x=(xs.start + xs.end) / 2, y=HEIGHT - 6.0, text_anchor="middle", class_="name"))
     return join(parts)
-
-
-def _line(points: Sequence[tuple[float, float] | None], at: int) -> Html:
-    pieces: list[list[tuple[float, float]]] = [[]]
-    for point in points:
-        if point is None:
-            pieces.append([])
-        else:
-            pieces[-1].append(point)
-    lines: list[Part] = [
-        tag("polyline", points=" ".join(f"{x:.1f},{y:.1f}" for x, y in piece), class_=f"line s{at}")
-        for piece in pieces
-        if len(piece) > 1
-    ]
-    many = len(points) > _MAX_DOTS
-    dots = [
-        tag("circle", cx=x, cy=y, r=2.6, class_=f"dot s{at}")
-        for piece in pieces
-        for x, y in piece
-        if not many or len(piece) == 1
-    ]
-    return join([*lines, *dots])
 
 
 def tick_text(value: float) -> str:
@@ -280,11 +253,10 @@ def png(pixels: NDArray[np.uint8], palette: NDArray[np.uint8] | None = None) -> 
     if palette is not None:
         parts += [(b"PLTE", palette[:, :3].tobytes()), (b"tRNS", palette[:, 3].tobytes())]
     parts += [(b"IDAT", zlib.compress(lines.tobytes(), 9)), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in parts)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def _bytes(shares: FloatArray) -> NDArray[np.uint8]:

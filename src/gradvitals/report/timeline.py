@@ -85,28 +85,31 @@ def x_axis(xs: Axis) -> Html:
 
 def _lane(curve: Curve, xs: Axis, marks: Sequence[Mark], batch_size: float | None) -> Html:
     ys = value_axis(curve, HEIGHT - 4.0, 4.0, beside=batch_size)
+    batch_size = batch_size if batch_size is not None and ys.has(batch_size) else None
     parts: list[Part] = [_line([(0, ys.at(tick)), (WIDTH, ys.at(tick))], "grid") for tick in ys.ticks(3)]
-    parts += _mark_lines(marks, xs)
-    if batch_size is not None and ys.has(batch_size):
+    for mark in marks:
+        at = xs.at(min(max(mark.first, xs.low), xs.high))
+        to = xs.at(min(mark.last if mark.last is not None else xs.high, xs.high))
+        if to - at > 2 and mark.severity != "info":
+            parts.append(tag("rect", x=at, width=to - at, y=0, height=HEIGHT, class_=f"during {mark.severity}"))
+        parts.append(_line([(at, 0), (at, HEIGHT)], f"found {mark.severity}"))
+    if batch_size is not None:
         parts.append(_line([(0, ys.at(batch_size)), (WIDTH, ys.at(batch_size))], "batch"))
     parts += [tag(kind, **shape, class_=_CLASSES[role]) for kind, role, shape in curve_parts(curve, xs, ys, HEIGHT)]
+    nonfinite = f"; NaN or infinite from step {int(curve.nonfinite[0][0])}" if curve.nonfinite else ""
     drawing = tag(
         "svg",
         *parts,
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         preserveAspectRatio="none",
         role="img",
-        aria_label=_alt_text(curve),
+        aria_label=f"{curve.title} over steps: from {number(curve.first)} to {number(curve.latest)}{nonfinite}",
         data_x=json.dumps([round(float(step), 1) for step in curve.steps], separators=(",", ":")),
         data_y=json.dumps([_short(value) for value in curve.middle], separators=(",", ":")),
     )
     ticks = [tag("span", tick_text(tick), style=f"top:{ys.at(tick):.1f}%") for tick in ys.ticks(3)]
-    return tag(
-        "div",
-        _label(curve, batch_size if batch_size is not None and ys.has(batch_size) else None),
-        tag("div", tag("div", *ticks, class_="ys", aria_hidden="true"), drawing, class_="plot"),
-        class_="lane curve",
-    )
+    plot = tag("div", tag("div", *ticks, class_="ys", aria_hidden="true"), drawing, class_="plot")
+    return tag("div", _label(curve, batch_size), plot, class_="lane curve")
 
 
 def _label(curve: Curve, batch_size: float | None) -> Html:
@@ -126,18 +129,9 @@ def _label(curve: Curve, batch_size: float | None) -> Html:
         notes.append(f"dashed: your batch of {number(batch_size)}")
     if curve.nonfinite:
         notes.append(f"red: NaN or Inf, first at step {int(curve.nonfinite[0][0]):,}")
-    return tag(
-        "div",
-        tag("b", curve.title),
-        tag("output", latest, class_="now critical" if alarm else "now", data_latest=latest),
-        tag("small", "; ".join(notes)) if notes else None,
-        class_="label",
-    )
-
-
-def _alt_text(curve: Curve) -> str:
-    nonfinite = f"; NaN or infinite from step {int(curve.nonfinite[0][0])}" if curve.nonfinite else ""
-    return f"{curve.title} over steps: from {number(curve.first)} to {number(curve.latest)}{nonfinite}"
+    shown = tag("output", latest, class_="now critical" if alarm else "now", data_latest=latest)
+    small = tag("small", "; ".join(notes)) if notes else None
+    return tag("div", tag("b", curve.title), shown, small, class_="label")
 
 
 def value_axis(curve: Curve, start: float, end: float, *, beside: float | None = None) -> Axis:
@@ -212,17 +206,6 @@ def _points(points: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 
 
-def _mark_lines(marks: Sequence[Mark], xs: Axis) -> list[Part]:
-    parts: list[Part] = []
-    for mark in marks:
-        at = xs.at(min(max(mark.first, xs.low), xs.high))
-        to = xs.at(min(mark.last if mark.last is not None else xs.high, xs.high))
-        if to - at > 2 and mark.severity != "info":
-            parts.append(tag("rect", x=at, width=to - at, y=0, height=HEIGHT, class_=f"during {mark.severity}"))
-        parts.append(_line([(at, 0), (at, HEIGHT)], f"found {mark.severity}"))
-    return parts
-
-
 def _flags(marks: Sequence[Mark], xs: Axis) -> Html:
     """Returns a numbered flag per finding, in further rows if they would overlap."""
     ends = [-math.inf] * FLAG_ROWS
@@ -243,10 +226,8 @@ def _actions(actions: Sequence[Action], xs: Axis) -> Html:
     """Returns ticks at the steps of actions; fainter for those that were not taken."""
     parts = []
     for taken in (False, True):
-        places = sorted(
-            {round(xs.at(action.step)) for action in actions if action.taken is taken and xs.has(action.step)}
-        )
-        path = "".join(f"M{place},2V18" for place in places)
+        places = {round(xs.at(action.step)) for action in actions if action.taken is taken and xs.has(action.step)}
+        path = "".join(f"M{place},2V18" for place in sorted(places))
         parts.append(tag("path", d=path, class_="act" if taken else "act faint") if path else None)
     count = sum(action.taken for action in actions)
     text = f"{count:,} taken, {len(actions) - count:,} not"
@@ -268,10 +249,8 @@ def palette() -> NDArray[np.uint8]:
     shades = np.array(_SHADES, dtype=np.float64)
     places = np.linspace(0, len(shades) - 1, LAST_SHADE - FIRST_SHADE + 1)
     colors = np.full((256, 4), 255, dtype=np.uint8)
-    for part in range(3):
-        colors[FIRST_SHADE : LAST_SHADE + 1, part] = np.round(
-            np.interp(places, np.arange(len(shades)), shades[:, part])
-        )
+    parts = [np.round(np.interp(places, np.arange(len(shades)), part)) for part in shades.T]
+    colors[FIRST_SHADE : LAST_SHADE + 1, :3] = np.transpose(parts)
     colors[0], colors[255, :3] = 0, _NONFINITE
     return colors
 
@@ -305,40 +284,24 @@ def heatmap_figure(found: Heatmap) -> Html | None:
     rows = len(found.names)
     height = min(rows * ROW_HEIGHT, MAX_HEIGHT)
     every = max(1, math.ceil(NAME_HEIGHT * rows / height))
-    names = [
-        tag(
-            "span",
-            tag("bdi", cut(name, 80)),
-            style=f"top:{100 * (row + 0.5) / rows:.2f}%",
-            title=cut(name, 300),
-            class_="critical" if found.nonfinite[row : row + every].any() else None,
-        )
-        for row, name in enumerate(found.names)
-        if row % every == 0
-    ]
-    text = f"{found.title} of {rows} layers over steps, from {number(scale[0])} to {number(scale[1])}"
-    drawing = image(
-        shades(found, scale),
-        text,
-        palette(),
-        class_="heat",
-        style=f"height:{height}px",
-        data_low=f"{scale[0]:.4g}",
-        data_high=f"{scale[1]:.4g}",
-    )
+    names = []
+    for row, name in list(enumerate(found.names))[::every]:
+        place = f"top:{100 * (row + 0.5) / rows:.2f}%"
+        kind = "critical" if found.nonfinite[row : row + every].any() else None
+        names.append(tag("span", tag("bdi", cut(name, 80)), style=place, title=cut(name, 300), class_=kind))
     label = tag("div", *names, class_="label rows", style=f"height:{height}px")
+    low, high = map(number, scale)
+    text = f"{found.title} of {rows} layers over steps, from {low} to {high}"
+    ends = {"data_low": f"{scale[0]:.4g}", "data_high": f"{scale[1]:.4g}"}
+    drawing = image(shades(found, scale), text, palette(), class_="heat", style=f"height:{height}px", **ends)
+    ramp = np.arange(FIRST_SHADE, LAST_SHADE + 1, dtype=np.uint8)[None, :]
+    bar = image(ramp, "the colors from low to high", palette(), class_="ramp")
+    nonfinite = tag("span", tag("i", class_="key broken"), "NaN or Inf") if found.nonfinite.any() else None
+    legend = tag("span", tag("output", "", class_="at"), low, bar, high, nonfinite, class_="scale")
     return tag(
         "div",
-        tag("div", tag("b", found.title), tag("small", found.note), _legend(found, scale), class_="heat-head"),
+        tag("div", tag("b", found.title), tag("small", found.note), legend, class_="heat-head"),
         tag("div", label, tag("div", drawing, class_="plot heats"), class_="lane"),
         class_="heatmap",
         data_names=json.dumps([clean(cut(name, 80)) for name in found.names], ensure_ascii=False),
     )
-
-
-def _legend(found: Heatmap, scale: tuple[float, float]) -> Html:
-    ramp = np.arange(FIRST_SHADE, LAST_SHADE + 1, dtype=np.uint8)[None, :]
-    bar = image(ramp, "the colors from low to high", palette(), class_="ramp")
-    nonfinite = tag("span", tag("i", class_="key broken"), "NaN or Inf") if found.nonfinite.any() else None
-    output = tag("output", "", class_="at")
-    return tag("span", output, number(scale[0]), bar, number(scale[1]), nonfinite, class_="scale")
