@@ -21,8 +21,8 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError
-from gradvitals.sinks.sink import OpenFindings
-from gradvitals.types import Action, Finding, Layout, Reading, Severity, Source, TensorInfo
+from gradvitals.sinks.sink import GaugeSink
+from gradvitals.types import SEVERITIES, Action, Finding, Layout, Reading, Source, TensorInfo
 from gradvitals.worker import publish
 from gradvitals.worker.publish import MOST_TENSORS, WORST, Publisher, Selection
 
@@ -421,13 +421,18 @@ def test_a_gauge_is_told_that_a_value_is_not_known_any_more() -> None:
 
 
 def test_a_finding_that_gets_worse_or_ends_leaves_what_it_was() -> None:
-    def seen(severity: Severity, first_step: int, last_step: int | None = None) -> dict[str, int]:
-        return open_findings.after(
-            Finding(id="explosion", severity=severity, title="", first_step=first_step, last_step=last_step)
-        )
+    class Gauges(GaugeSink):
+        def _set(self, key: str, value: float, **labels: str) -> None:
+            assert (key, labels["id"]) == ("finding/open", "explosion")
+            shown[labels["severity"]] = value
 
-    open_findings = OpenFindings()
-    assert seen("warning", 3) == {"info": 0, "warning": 1, "critical": 0}
-    assert seen("critical", 3) == {"info": 0, "warning": 0, "critical": 1}
-    assert seen("warning", 9) == {"info": 0, "warning": 1, "critical": 1}
-    assert seen("critical", 3, 12) == {"info": 0, "warning": 1, "critical": 0}
+    shown: dict[str, float] = {}
+    sink = Gauges()
+    for severity, first, last, counts in (
+        ("warning", 3, None, (0, 1, 0)),
+        ("critical", 3, None, (0, 0, 1)),
+        ("warning", 9, None, (0, 1, 1)),
+        ("critical", 3, 12, (0, 1, 0)),
+    ):
+        sink.finding(Finding(id="explosion", severity=severity, title="", first_step=first, last_step=last))
+        assert shown == dict(zip(SEVERITIES, counts, strict=True))

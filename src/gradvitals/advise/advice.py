@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,7 +47,7 @@ class Figure:
 class Advice:
     """What a run suggests for one setting."""
 
-    topic: str
+    topic: str = ""
     answer: str
     """What to do, in a sentence or two; or what the run does not show, and why."""
     confidence: Confidence = "none"
@@ -89,7 +89,7 @@ def advises_on(topic: str, names: Sequence[str]) -> Callable[[Callable[[Record],
             try:
                 if topic in SETTINGS and record.loop_bug is not None:
                     raise CannotTell(f"the training loop has a bug: {record.loop_bug.title}")
-                return advise(record)
+                return replace(advise(record), topic=topic)
             except CannotTell as error:
                 answer = f"Cannot tell, because {error}."
                 return Advice(topic=topic, answer=answer, values=dict.fromkeys(names), figures=error.figures)

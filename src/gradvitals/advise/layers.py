@@ -14,7 +14,6 @@ from gradvitals.advise.record import AT_ONE_POINT, Floats, Record
 from gradvitals.format import number, percent
 from gradvitals.store.blocks import Kind
 
-TOPIC = "layers"
 NAMES = ("layers",)
 
 MIN_READINGS = 3
@@ -55,7 +54,7 @@ class Need(NamedTuple):
     values: dict[str, Any]
 
 
-@advises_on(TOPIC, NAMES)
+@advises_on("layers", NAMES)
 def advise_layers(record: Record) -> Advice:
     """Returns the few layers that stand out, worst first."""
     seen = Layers(record)
@@ -77,7 +76,6 @@ def advise_layers(record: Record) -> Advice:
     needs.sort(key=lambda need: -need.weight)
     more = f" (these are the worst {MAX_NAMED})" if len(needs) > MAX_NAMED else ""
     return Advice(
-        topic=TOPIC,
         answer=f"{len(needs)} of {len(seen.names)} layers stand out{more}." if needs else "No layer stands out.",
         confidence="fair" if seen.readings >= 10 else "low",
         because=f"{readings} in the second half of the run",

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from gradvitals.metrics import METRICS
-from gradvitals.sinks.sink import OpenFindings, Sink, require
-from gradvitals.types import Finding
+from gradvitals.sinks.sink import GaugeSink, require
 
 
-class OpenTelemetry(Sink):
+class OpenTelemetry(GaugeSink):
     """Sets gauges such as ``gradvitals.grad.norm``, and ``gradvitals.finding.open`` for each finding.
 
     Values of single tensors are not exported: every tensor would be a time series of its own.
@@ -22,35 +20,18 @@ class OpenTelemetry(Sink):
         attributes: Put on every value, beside ``run``, the name of the run's folder.
     """
 
-    tensors: ClassVar[bool] = False
-    gauges: ClassVar[bool] = True
-
     def __init__(self, provider: Any = None, *, attributes: Mapping[str, str] | None = None) -> None:
         require("opentelemetry.sdk", "otel")
+        super().__init__()
         self._provider = provider
         self._attributes = dict(attributes or {})
         self._meter: Any = None
-        self._gauges: dict[str, Any] = {}
-        self._findings = OpenFindings()
 
     def __repr__(self) -> str:
         return "OpenTelemetry()"
 
-    def begin(self, run: Path) -> None:
-        """Keep the name of the run's folder: an attribute of every value."""
-        self._attributes = {"run": run.name, **self._attributes}
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Set every gauge."""
-        for key, value in {**metrics, "step": step}.items():
-            self._gauge(key).set(value, self._attributes)
-
-    def finding(self, finding: Finding) -> None:
-        """Set the gauges of its id: how many are open, by severity."""
-        for severity, count in self._findings.after(finding).items():
-            self._gauge("finding/open").set(count, {**self._attributes, "id": finding.id, "severity": severity})
-
-    def _gauge(self, key: str) -> Any:
+    def _set(self, key: str, value: float, **labels: str) -> None:
+        """Set one gauge."""
         if key not in self._gauges:
             if self._meter is None:
                 from opentelemetry import metrics
@@ -61,4 +42,4 @@ class OpenTelemetry(Sink):
             unit = f"{{{known.unit}}}" if known is not None and known.unit else ""
             text = "" if known is None else known.text
             self._gauges[key] = self._meter.create_gauge(name[:255], unit=unit, description=text)
-        return self._gauges[key]
+        self._gauges[key].set(value, {"run": self._run, **self._attributes, **labels})
