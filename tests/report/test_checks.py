@@ -86,10 +86,6 @@ def test_no_check_passes_after_nan(tmp_path: Path) -> None:
         assert "Checks passed up to step 250, before NaN or Inf (" in render_html(run)
 
 
-def test_no_check_passes_in_a_run_that_starts_with_nan(tmp_path: Path) -> None:
-    assert "0 checks passed, " in printed("doctor", str(write(tmp_path / "run", nan_at(0))))
-
-
 def test_steps_that_were_not_read_before_nan_do_not_count_as_passed(tmp_path: Path) -> None:
     unread = Finding(id="nonfinite", severity="critical", title="NaN", first_step=251, evidence={"unread": 49})
     assert checks_of(write(tmp_path / "run", unread)).until == 201

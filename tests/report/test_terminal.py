@@ -65,15 +65,6 @@ def test_a_report_says_all_there_is(write_run: WriteRun) -> None:
     assert "dropped" not in text
 
 
-def test_layers_are_in_depth_order_with_norms_of_their_tensors_together(write_run: WriteRun) -> None:
-    summary = summary_of(write_run())
-    assert [row.name for row in summary.layers] == ["embed", "blocks.0", "head"]
-    block = summary.layers[1]  # tensors 2 and 3 of 4: norms 2 and 3, weights 20 and 30, updates 0.04 and 0.09
-    assert block.grad_norm == pytest.approx(np.hypot(2, 3))
-    assert block.update_ratio == pytest.approx(np.hypot(0.04, 0.09) / np.hypot(20, 30))
-    assert (block.gsnr, block.gsnr_low, block.gsnr_high) == pytest.approx((1.0, 0.75, 1.25))
-
-
 def test_the_largest_spike_and_the_layers_it_hit(write_run: WriteRun) -> None:
     spike = summary_of(write_run()).largest_spike
     assert spike is not None

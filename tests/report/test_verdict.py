@@ -355,11 +355,6 @@ def test_several_ranks_that_could_not_be_compared_are_not_called_one_process(tmp
     assert "it needs several processes" not in said
 
 
-def test_a_closed_run_is_not_cut_off(tmp_path: Path) -> None:
-    segment(tmp_path, 0, 99)
-    assert doctor(tmp_path).startswith("Healthy: 100 steps, no findings.\n")
-
-
 def test_a_crash_at_the_step_of_the_restart_is_reported_too(tmp_path: Path) -> None:
     segment(tmp_path, 0, 80, notices.training_stopped(RuntimeError("boom"), 80))
     segment(tmp_path, 81, 120)
