@@ -22,7 +22,7 @@ from gradvitals.report.catalog import NOTICES, name_of
 from gradvitals.report.describe import evidence, where
 from gradvitals.report.format import clean, cut, duration, plural
 from gradvitals.store.process import is_gone
-from gradvitals.store.reader import Run, Segment, open_run
+from gradvitals.store.reader import Run, open_run
 from gradvitals.types import SEVERITIES, Finding, Fix, Severity
 
 Level = Literal["healthy", "attention", "unhealthy"]
@@ -301,16 +301,11 @@ def _ranked(finding: Finding, episodes: Sequence[Finding], last_step: int, steps
 
 
 def _order(item: RankedFinding) -> tuple[int, bool, bool, int, bool, int]:
-    finding = item.finding
-    # A consequence comes after its cause if both weigh the same.
-    return (
-        -_rank(item.weight),
-        not (finding.id == STOPPED and item.is_open),
-        finding.follows is not None,
-        -_rank(finding.severity),
-        not item.is_open,
-        finding.first_step,
-    )
+    """Sorts by weight, then what stopped the run, causes before consequences, severity, open ones, and age."""
+    finding, is_over = item.finding, not item.is_open
+    stopped = finding.id == STOPPED and item.is_open
+    by_cause = finding.follows is not None
+    return -_rank(item.weight), not stopped, by_cause, -_rank(finding.severity), is_over, finding.first_step
 
 
 def _rank(severity: Severity) -> int:
@@ -377,7 +372,7 @@ def _worst(item: RankedFinding, *, live: bool) -> str:
 # -- the verdict on a run ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Diagnosed:
     """The findings of a run, and where they come from."""
 
@@ -396,14 +391,14 @@ def diagnose_run(run: Run, *, again: bool = False, on_step: OnStep | None = None
     """
     if run.last_step is None:
         raise RunError(f"{run.path} has no readings yet; there is nothing to judge")
-    recorded = run.findings
-    undiagnosed = "" if was_diagnosed(run.meta) else "it was recorded without diagnosis"
-    why = "as requested" if again else "it was imported" if "imported" in run.meta else undiagnosed
+    meta, recorded = run.meta, run.findings
+    undiagnosed = "" if was_diagnosed(meta) else "it was recorded without diagnosis"
+    why = "as requested" if again else "it was imported" if "imported" in meta else undiagnosed
     if not why:
-        failed = {str(finding.evidence.get("about")) for finding in recorded if finding.id == "monitor_error"}
-        return Diagnosed(findings=tuple(recorded), failed=frozenset(failed))
+        failed = (str(finding.evidence.get("about")) for finding in recorded if finding.id == "monitor_error")
+        return Diagnosed(tuple(recorded), frozenset(failed))
     replayed = replay(run, on_step)
-    notices = tuple(finding for finding in recorded if finding.id not in RULES)  # no reading shows how a run ended
+    notices = [finding for finding in recorded if finding.id not in RULES]  # no reading shows how a run ended
     return replace(replayed, findings=(*notices, *replayed.findings), replayed=why)
 
 
@@ -413,11 +408,13 @@ def replay(run: Run, on_step: OnStep | None = None) -> Diagnosed:
     Tensors are stored less often than a live run reads them, so some findings come later or not at all.
     """
     failed: set[str] = set()
-    diagnosis = Diagnosis(
-        info=RunInfo.from_json(run.meta.get("facts") or {}),
-        settings=_known_settings(recorded_settings(run.meta)),
-        on_error=lambda rule, error: failed.add(rule),
-    )
+    settings = {name: chosen for name, chosen in recorded_settings(run.meta).items() if name in RULES}
+    for name, chosen in settings.items():  # another version, or a user's own rule, may have had other settings
+        if isinstance(chosen, Mapping):
+            names = {f.name for f in fields(RULES[name]) if f.init}  # type: ignore[arg-type]
+            settings[name] = {key: value for key, value in chosen.items() if key in names}
+    info = RunInfo.from_json(run.meta.get("facts") or {})
+    diagnosis = Diagnosis(info=info, settings=settings, on_error=lambda rule, error: failed.add(rule))
     diagnosis.describe(run.layout)
     has_norms, last_step = "grad/norm" in run.metrics("values"), run.last_step
     for step, grouped in groupby(run.readings(), key=lambda reading: reading.step):
@@ -429,7 +426,7 @@ def replay(run: Run, on_step: OnStep | None = None) -> Diagnosed:
             on_step(step)
     if not run.is_live:
         diagnosis.finish()
-    return Diagnosed(findings=tuple(diagnosis.findings), failed=frozenset(failed))
+    return Diagnosed(tuple(diagnosis.findings), frozenset(failed))
 
 
 def was_diagnosed(meta: Mapping[str, Any]) -> bool:
@@ -440,16 +437,6 @@ def was_diagnosed(meta: Mapping[str, Any]) -> bool:
 def recorded_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of rules that the run was recorded with."""
     return dict((meta.get("config") or {}).get("rules") or {})
-
-
-def _known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that the current rules have: another version, or a user's own rule, may have had others."""
-    known = {name: chosen for name, chosen in settings.items() if name in RULES}
-    for name, chosen in known.items():
-        if isinstance(chosen, Mapping):
-            names = {f.name for f in fields(RULES[name]) if f.init}  # type: ignore[arg-type]
-            known[name] = {key: value for key, value in chosen.items() if key in names}
-    return known
 
 
 def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
@@ -500,8 +487,7 @@ def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
         yield f"{clean(model)} ({relative(path)}): {verdict.headline}" if len(runs) > 1 else verdict.headline
         if verdict.fix:
             yield f"fix: {clean(verdict.fix)}"
-    for path in runs:
-        yield f"details: gradvitals doctor {relative(path)}"
+    yield from (f"details: gradvitals doctor {relative(path)}" for path in runs)
 
 
 def relative(path: Path) -> str:
@@ -513,7 +499,7 @@ def relative(path: Path) -> str:
 # -- how the processes of a run ended ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Restart:
     """Another process continued the run."""
 
@@ -558,11 +544,19 @@ def _cut_off(run: Run, last_step: int) -> Finding:
 
 def restarts(run: Run) -> tuple[Restart, ...]:
     """Returns each time another process continued the run, and why it had to."""
-    segments = run.segments
-    if len(segments) < 2:
-        return ()
     ends = [finding for finding in run.findings if finding.id in WHY_STOPPED]
-    return tuple(_restart(before, after, ends) for before, after in pairwise(segments))
+    found = []
+    for before, after in pairwise(run.segments):
+        first, step = before.first_step, after.first_step
+        # A finding from before the step of the restart is not hidden; only its step shows which process it belongs to.
+        own = [*before.hidden, *(finding for finding in ends if first <= finding.first_step < step)]
+        why = next((finding for name in WHY_STOPPED for finding in own if finding.id == name), None)
+        cut_off = before.finished_at is None
+        text, crashed = "the process was cut off" if cut_off else "the run was closed", cut_off
+        if why is not None:
+            text, crashed = f"{why.title} (step {why.first_step:,})", why.severity != "info"
+        found.append(Restart(step, text, crashed))
+    return tuple(found)
 
 
 def describe_restarts(found: Sequence[Restart]) -> str:
@@ -575,14 +569,3 @@ def describe_restarts(found: Sequence[Restart]) -> str:
     of_these = f" ({crashed} after a crash)" if 1 < len(found) != crashed else ""
     latest = "" if len(found) == 1 else "last "
     return f"Restarted {often}{of_these}, {latest}at step {last.step:,}; before that: {last.why}."
-
-
-def _restart(before: Segment, after: Segment, ends: Sequence[Finding]) -> Restart:
-    # A finding from before the step of the restart is not hidden; only its step shows which process it belongs to.
-    own = [*before.hidden, *(finding for finding in ends if before.first_step <= finding.first_step < after.first_step)]
-    why = next((finding for name in WHY_STOPPED for finding in own if finding.id == name), None)
-    if why is not None:
-        text = f"{why.title} (step {why.first_step:,})"
-        return Restart(step=after.first_step, why=text, crashed=why.severity != "info")
-    text = "the process was cut off" if before.finished_at is None else "the run was closed"
-    return Restart(step=after.first_step, why=text, crashed=before.finished_at is None)
