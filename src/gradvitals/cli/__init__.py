@@ -65,22 +65,15 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> Any:
         """Run and exit: 0 when all went well, 2 with one line on stderr when the request could not be met."""
-        extra["windows_expand_args"] = windows_expand_args
-        name = prog_name or "gradvitals"
-        if not standalone_mode:
-            return super().main(args, name, complete_var, standalone_mode=False, **extra)
+        exits, name = extra.pop("standalone_mode", True), prog_name or "gradvitals"
+        if not exits:
+            return super().main(args, name, standalone_mode=False, **extra)
         try:
-            result = super().main(args, name, complete_var, standalone_mode=False, **extra)
+            result = super().main(args, name, standalone_mode=False, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(2)
