@@ -99,7 +99,7 @@ def test_what_keeps_it_from_being_judged_is_said(tmp_path: Path, made: dict[str,
     assert words in advice.answer
 
 
-# -- test_batch ----
+# -- test_batch ------------------------------------------------------------------------------------------------------
 
 
 def batch(path: Path, **made: object) -> Advice:
@@ -195,7 +195,7 @@ def test_averages_that_share_no_reading_are_joined(tmp_path: Path) -> None:
     assert joined["low"] > 0.16  # narrower than each
 
 
-# -- test_clip ----
+# -- test_clip -------------------------------------------------------------------------------------------------------
 
 Z95 = 1.6449
 
@@ -361,7 +361,7 @@ def test_notes_do_not_make_steps_unhealthy(tmp_path: Path) -> None:
     assert advice.can_tell
 
 
-# -- test_layers ----
+# -- test_layers -----------------------------------------------------------------------------------------------------
 
 
 def layers(path: Path, **made: Any) -> Advice:
@@ -444,7 +444,7 @@ def test_gradients_that_are_not_finite_are_not_taken_for_none(tmp_path: Path) ->
     assert "share" not in {**finding.evidence["seen"], **finding.evidence["expected"]}
 
 
-# -- What the doctor calls fine, the advice on the same run does not ask to change ----
+# -- What the doctor calls fine, the advice on the same run does not ask to change -----------------------------------
 
 BATCH_RULES = {"batch_too_small", "batch_too_large"}
 

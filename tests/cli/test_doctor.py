@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from gradvitals import notices
 from gradvitals.cli import main
 from gradvitals.diagnose import RULES, Observation, Rule, Step
-from gradvitals.report.describe import evidence
+from gradvitals.report.format import evidence
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradvitals.report.charts import png
+from gradvitals.report.charts import palette, png, scale_of, shades
 from gradvitals.report.series import ByLayer, Heatmap, Span, read_curves, read_heatmap, span_of, table_of
 from gradvitals.report.summary import layer_rows
-from gradvitals.report.timeline import palette, scale_of, shades
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Layout, Reading, TensorInfo
@@ -119,7 +118,7 @@ def test_an_image_with_a_palette_is_a_png_of_indices() -> None:
     assert zlib.decompress(chunks[b"IDAT"]) == b"\0" + bytes([0, 1, 2]) + b"\0" + bytes([253, 254, 255])
 
 
-# -- Numbers of layers are made of those of their tensors in one way, whatever order these come ----
+# -- Numbers of layers are made of those of their tensors in one way, whatever order these come ----------------------
 
 LAYERS = ("in", "empty", "middle", "out")
 MEMBERS = ("middle", "in", "middle", "elsewhere", "out")

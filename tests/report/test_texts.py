@@ -22,8 +22,7 @@ from gradvitals.errors import ObserveError
 from gradvitals.notices import observe_ignored
 from gradvitals.report import format as text
 from gradvitals.report.catalog import NOTICES, entry
-from gradvitals.report.describe import evidence, summarize_actions
-from gradvitals.report.format import ASCII_BLOCKS, BLOCKS, sparkline
+from gradvitals.report.format import ASCII_BLOCKS, BLOCKS, evidence, sparkline, summarize_actions
 from gradvitals.report.html import render_html
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
@@ -121,7 +120,7 @@ def test_never_longer_than_asked(values: list[float], width: int, robust: bool) 
     assert set(line) <= set(ASCII_BLOCKS) | {" ", "!"}
 
 
-# -- How a finding is shown ----
+# -- How a finding is shown ------------------------------------------------------------------------------------------
 
 
 def test_only_numbers_with_a_meaning_are_shown() -> None:
@@ -212,7 +211,7 @@ def test_a_ratio_is_called_by_what_it_is_of() -> None:
     ]
 
 
-# -- Whatever id a finding can have, `gradvitals doctor --explain` knows it ----
+# -- Whatever id a finding can have, `gradvitals doctor --explain` knows it ------------------------------------------
 
 
 def ids_in_the_source() -> dict[str, set[str]]:

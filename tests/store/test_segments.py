@@ -131,7 +131,7 @@ def test_a_rank_that_is_not_there_is_told_which_there_are(tmp_path, make_reading
             run.series("ranks/norm", rank=5)
 
 
-# -- SIGKILL at random moments under full load ----
+# -- SIGKILL at random moments under full load -----------------------------------------------------------------------
 
 NUM_TENSORS, NUM_METRICS, STEPS_PER_COMMIT = 500, 10, 20
 MARK = struct.Struct("<q")
@@ -227,7 +227,7 @@ def test_a_killed_writer_is_known_to_be_gone_at_once(tmp_path: Path, monkeypatch
         assert not run.is_live
 
 
-# -- The journal follows the filesystem ----
+# -- The journal follows the filesystem ------------------------------------------------------------------------------
 
 MOUNTS = r"""
 /dev/vda / ext4 rw 0 0

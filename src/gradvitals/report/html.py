@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.report.charts import Axis, bar, interval_mark
-from gradvitals.report.describe import TITLE, summarize_actions, where
-from gradvitals.report.format import capitalized, cut, duration, number
+from gradvitals.report.charts import WIDE, Axis, Mark, bar, heatmap_figure, interval_mark, timeline, x_axis
+from gradvitals.report.format import TITLE, capitalized, cut, duration, number, summarize_actions, where
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
 from gradvitals.report.report import Checks, Report
 from gradvitals.report.series import Span, read_curves, read_heatmaps, span_of
 from gradvitals.report.summary import LARGE_SPIKE, Summary
-from gradvitals.report.timeline import WIDTH, Mark, heatmap_figure, timeline, x_axis
 from gradvitals.report.verdict import LABELS, OnStep, RankedFinding, Verdict
 from gradvitals.store.reader import Run
 from gradvitals.types import Action, Finding
@@ -181,7 +179,7 @@ def _heatmaps(run: Run, span: Span) -> Html | None:
     figures = [part for found in read_heatmaps(run, span) if (part := heatmap_figure(found)) is not None]
     if not figures:
         return None
-    xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDTH))
+    xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDE))
     text = "Input at the top, output at the bottom. Colors are logarithmic; a reading lasts until the next one."
     drawn = tag("div", *figures, x_axis(xs), class_="timeline", data_first=span.first, data_last=span.last)
     return join([tag("p", text, class_="dim"), drawn])

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 
 from gradvitals.report.catalog import name_of
-from gradvitals.report.describe import summarize_actions
-from gradvitals.report.format import clean, fix_snippet, number
+from gradvitals.report.format import clean, fix_snippet, number, summarize_actions
 from gradvitals.report.report import Report
 from gradvitals.report.verdict import LABELS, RankedFinding, in_sentence, state_of
 

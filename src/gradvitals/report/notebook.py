@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from gradvitals.errors import GradvitalsError, RunError
-from gradvitals.report.charts import Axis
-from gradvitals.report.describe import TITLE
-from gradvitals.report.format import clean, cut, fix_snippet, number
+from gradvitals.report.charts import Axis, curve_parts, value_axis
+from gradvitals.report.format import TITLE, clean, cut, fix_snippet, number
 from gradvitals.report.markup import Html, Part, folded, tag
 from gradvitals.report.series import Curve, read_curves, read_heatmap, span_of
-from gradvitals.report.timeline import curve_parts, value_axis
 from gradvitals.report.verdict import UNDIAGNOSED, Verdict, judge_run, num_ranks, progress, was_diagnosed
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Floats, Names, Run, open_run

@@ -19,18 +19,21 @@ from rich.text import Text
 
 from gradvitals.advise import Advice, Advised, Confidence
 from gradvitals.report.catalog import Entry, name_of
-from gradvitals.report.describe import TITLE, latest_actions, summarize_actions, where
 from gradvitals.report.format import (
     ASCII_BLOCKS,
     BLOCKS,
+    TITLE,
     ago,
     capitalized,
     clean,
     cut,
     fix_snippet,
+    latest_actions,
     number,
     plural,
     sparkline,
+    summarize_actions,
+    where,
 )
 from gradvitals.report.listing import RunLine
 from gradvitals.report.report import Report

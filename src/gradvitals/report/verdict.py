@@ -19,8 +19,7 @@ from gradvitals.errors import RunError
 from gradvitals.format import number
 from gradvitals.notices import ABOUT_MONITORING
 from gradvitals.report.catalog import NOTICES, name_of
-from gradvitals.report.describe import evidence, where
-from gradvitals.report.format import clean, cut, duration, plural
+from gradvitals.report.format import clean, cut, duration, evidence, plural, where
 from gradvitals.store.process import is_gone
 from gradvitals.store.reader import Run, open_run
 from gradvitals.types import SEVERITIES, Finding, Fix, Severity

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from gradvitals.errors import GradvitalsError, RunError, RunNotFoundError
 from gradvitals.metrics import METRICS
 from gradvitals.report.catalog import name_of
-from gradvitals.report.describe import summarize_actions, where
 from gradvitals.report.diff import RunDiff
-from gradvitals.report.format import clean, cut, fix_snippet
+from gradvitals.report.format import clean, cut, fix_snippet, summarize_actions, where
 from gradvitals.report.listing import RunFile
 from gradvitals.report.series import CellReducer, Floats, is_averaged, layer_kinds, table_of
 from gradvitals.report.summary import worst_lists
