@@ -68,7 +68,9 @@ class Entry:
         start = f" Silent for the first {self.min_steps:,} steps." if self.min_steps else ""
         end = f" Resolves after {self.closes_after:,} clean step{'' if self.closes_after == 1 else 's'}."
         end = end if self.closes_after < NEVER else " Stays open until the run ends."
-        return f"{severity}Needs {_listed(map(_metric, self.needs), 'and')}.{start}{end}"
+        parts = (needed.split(":") for needed in self.needs)
+        needs = _listed((f"`{metric}`" + "".join(f" of {part}" for part in of) for *of, metric in parts), "and")
+        return f"{severity}Needs {needs}.{start}{end}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as plain JSON values."""
@@ -274,11 +276,6 @@ def without_numbers(text: str) -> str:
     return text if is_code else text[:1].upper() + text[1:]
 
 
-def _metric(needed: str) -> str:
-    *of, metric = needed.split(":")
-    return f"`{metric}`" + "".join(f" of {part}" for part in of)
-
-
 def _listed(words: Iterable[str], last: str) -> str:
     *head, tail = words
     return f"{', '.join(head)} {last} {tail}" if head else tail
@@ -289,21 +286,13 @@ def _listed(words: Iterable[str], last: str) -> str:
 
 def _settings(rule: type[Rule]) -> tuple[Setting, ...]:
     texts: dict[str, str] = {}
-    for base in reversed(rule.__mro__):
-        texts |= _field_texts(base)
-    chosen = (f for f in fields(rule) if f.init)  # type: ignore[arg-type]
-    return tuple(Setting(name=f.name, default=getattr(rule, f.name, None), text=texts.get(f.name, "")) for f in chosen)
-
-
-def _field_texts(cls: type) -> dict[str, str]:
-    """Returns the string under each field of a class, which Python keeps in the source alone."""
-    texts: dict[str, str] = {}
-    for above, below in pairwise(_body(cls)):
+    for above, below in pairwise(part for base in reversed(rule.__mro__) for part in _body(base)):
         if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
-            value = below.value
+            value = below.value  # the string under a field, which Python keeps in the source alone
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 texts[above.target.id] = " ".join(value.value.split())
-    return texts
+    chosen = (f for f in fields(rule) if f.init)  # type: ignore[arg-type]
+    return tuple(Setting(name=f.name, default=getattr(rule, f.name, None), text=texts.get(f.name, "")) for f in chosen)
 
 
 def _severities(rule: type[Rule]) -> tuple[Severity, ...]:

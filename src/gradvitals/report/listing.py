@@ -63,8 +63,11 @@ def find_runs(folder: Path) -> list[RunFile]:
             found.append(RunFile(run_id, name, path))
             if here != root:
                 continue  # below a run are snapshots and the like, no further runs
-        for below in _subfolders(here, root) if depths[here] < MAX_DEPTH else ():
-            if below not in depths:
+        names: list[str] = []
+        with suppress(OSError), os.scandir(here) as entries:
+            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+        for below in (Path(os.path.realpath(here / name)) for name in names if depths[here] < MAX_DEPTH):
+            if below.is_relative_to(root) and below not in depths:
                 depths[below] = depths[here] + 1
                 pending.append(below)
     return sorted(found, key=lambda file: file.name)
@@ -148,13 +151,3 @@ def _line(file: RunFile, folder: Path) -> RunLine:
 def is_inside(file: Path, root: Path) -> bool:
     """Returns whether a file is in a folder, with all links followed."""
     return Path(os.path.realpath(file)).is_relative_to(root)
-
-
-def _subfolders(here: Path, root: Path) -> list[Path]:
-    try:
-        with os.scandir(here) as entries:
-            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
-    except OSError:
-        return []
-    folders = (Path(os.path.realpath(here / name)) for name in names)
-    return [folder for folder in folders if folder.is_relative_to(root)]

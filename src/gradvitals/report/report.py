@@ -146,12 +146,6 @@ class Report:
         """Why the GSNR in a finding, or at the end, must not be taken at face value; empty if it can be."""
         return adam_memory(self.run) or negative_gsnr_in(self._judged.ranked)
 
-    @property
-    def uses_gsnr(self) -> bool:
-        """Whether a finding that counts rests on a GSNR, so that its caveat matters to the verdict."""
-        shown = [item for item in self._judged.ranked if item.weight != "info"]
-        return any("source" in (item.finding.evidence.get("seen") or {}) for item in shown)
-
     @cached_property
     def summary(self) -> Summary:
         """The numbers of the run."""

@@ -200,7 +200,8 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
             yield _heading(item, routine=True, suffix=f"; {item.when(live=verdict.live)}")
         if len(rest) > OTHER_FINDINGS:
             yield Text(f"and {len(rest) - OTHER_FINDINGS} more findings")
-    if report.caveat and report.uses_gsnr:
+    counting = (item.finding.evidence.get("seen") for item in verdict.ranked if item.weight != "info")
+    if report.caveat and any("source" in (seen or {}) for seen in counting):  # the verdict rests on a GSNR
         yield Paragraph("Note: ", clean(report.caveat), "yellow")
     if report.actions:
         yield Paragraph("", clean(f"{capitalized(summarize_actions(report.actions).splitlines()[0])}."))

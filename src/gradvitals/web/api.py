@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gradvitals.errors import ConfigError, GradvitalsError, RunFormatError, RunNotFoundError, expect
+from gradvitals.metrics import METRICS
 from gradvitals.report.diff import diff as compare
 from gradvitals.report.listing import RunFile
 from gradvitals.store.blocks import KINDS
@@ -74,7 +75,8 @@ class Api:
                 entries[file.id] = self._of_run(file, "entry", views.list_entry)
             except Exception as error:  # a damaged file must not hide the others
                 entries[file.id] = _encoded(views.error_entry(file, _as_ours(error), str(self.index.folder)))
-        about = _encoded({"folder": views.short(self.index.folder.name), "metrics": views.metric_texts()})
+        texts = {name: metric.text for name, metric in METRICS.items()}
+        about = _encoded({"folder": views.short(self.index.folder.name), "metrics": texts})
         body = about[:-1] + b',"runs":[' + b",".join(entries[file.id] for file in files) + b"]}"
         return Response(body, media_type=JSON)
 

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.errors import GradvitalsError, RunError, RunNotFoundError
-from gradvitals.metrics import METRICS
 from gradvitals.report.catalog import name_of
 from gradvitals.report.diff import RunDiff
 from gradvitals.report.format import clean, cut, fix_snippet, summarize_actions, where
@@ -208,11 +207,6 @@ def worst_tensors(run: Run) -> dict[str, Any]:
     }
 
 
-def metric_texts() -> dict[str, str]:
-    """Returns what each metric means."""
-    return {name: metric.text for name, metric in METRICS.items()}
-
-
 def _row_numbers(run: Run) -> dict[str, int]:
     return {name: at for at, name in reversed(list(enumerate(run.names("tensors"))))}
 
@@ -293,9 +287,13 @@ def series_bytes(
     times in seconds since the epoch, then per metric float32 minimum, maximum and mean of each bucket, and how many of
     its readings are NaN or infinite.
     """
-    where = _series_of(run, kind, row)
-    where["source"] = source or next(iter(run.sources(metrics[0], kind)), None)
-    where["since"] = since
+    where: dict[str, Any] = {"source": source or next(iter(run.sources(metrics[0], kind)), None), "since": since}
+    if kind != "values":
+        names = run.names(kind)
+        if not 0 <= row < len(names):
+            has = f"expected a number from 0 to {len(names) - 1}, as this run has {kind}"
+            raise RunNotFoundError(f"row is {row}; {has}")
+        where |= {"rank": row} if kind == "ranks" else {kind[:-1]: names[row]}
     with run.moment():
         steps, times = run.times(metrics[0], **where)
         wanted = slice(0, None if until is None else int(np.searchsorted(steps, until, "right")))
@@ -316,16 +314,6 @@ def series_bytes(
     with np.errstate(over="ignore"):
         body += [array.astype("<f4").tobytes() for part in parts for array in part]
     return b"".join(body)
-
-
-def _series_of(run: Run, kind: Kind, row: int) -> dict[str, Any]:
-    """Returns which series is meant, as `Run.series` takes it."""
-    if kind == "values":
-        return {}
-    names = run.names(kind)
-    if not 0 <= row < len(names):
-        raise RunNotFoundError(f"row is {row}; expected a number from 0 to {len(names) - 1}, as this run has {kind}")
-    return {"rank": row} if kind == "ranks" else {kind[:-1]: names[row]}
 
 
 def _bucket(steps: NDArray[np.int64], values: Floats, buckets: int) -> tuple[Floats, Floats, Floats, Floats]:
