@@ -21,7 +21,7 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError
-from gradvitals.sinks.sink import GaugeSink
+from gradvitals.sinks.gauges import GaugeSink
 from gradvitals.types import SEVERITIES, Action, Finding, Layout, Reading, Source, TensorInfo
 from gradvitals.worker import publish
 from gradvitals.worker.publish import MOST_TENSORS, WORST, Publisher, Selection
@@ -67,7 +67,7 @@ class Broken(Kept):
 def train(
     sinks: list[Any], run: Path, *, steps: int = 60, bad: int = -1, worker: Any = "thread", **more: Any
 ) -> gv.Monitor:
-    config = gv.Config(quiet=True, worker=worker)
+    config = gv.Config(quiet=True, worker=worker, overhead_budget=1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

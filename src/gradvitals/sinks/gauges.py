@@ -4,12 +4,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from gradvitals.metrics import METRICS
-from gradvitals.sinks.sink import GaugeSink, require
+from gradvitals.sinks.sink import Sink, require
+from gradvitals.types import SEVERITIES, Finding
 
 PORT = 9464
+
+
+class GaugeSink(Sink):
+    """A sink of gauges, which hold the latest values of the whole model.
+
+    Values of single tensors are not exported: every tensor would be a time series of its own.
+    """
+
+    tensors: ClassVar[bool] = False
+    gauges: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._run = ""
+        self._gauges: dict[str, Any] = {}
+        self._open: dict[str, dict[tuple[int | None, int], str]] = {}
+
+    def _set(self, key: str, value: float, **labels: str) -> None:
+        """Set one gauge of the run."""
+        raise NotImplementedError
+
+    def begin(self, run: Path) -> None:
+        """Keep the name of the run's folder, with which every value is labeled."""
+        self._run = run.name
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Set every gauge."""
+        for key, value in {**metrics, "step": step}.items():
+            self._set(key, value)
+
+    def finding(self, finding: Finding) -> None:
+        """Set the gauges of its id: how many are open, by severity.
+
+        A finding that gets worse or closes leaves what it was counted as before.
+        """
+        of_id = self._open.setdefault(finding.id, {})
+        key = (finding.rank, finding.first_step)
+        if finding.last_step is None:
+            of_id[key] = finding.severity
+        else:
+            of_id.pop(key, None)
+        for severity in SEVERITIES:
+            count = list(of_id.values()).count(severity)
+            self._set("finding/open", count, id=finding.id, severity=severity)
 
 
 class Prometheus(GaugeSink):

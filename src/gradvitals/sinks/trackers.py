@@ -8,28 +8,26 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from gradvitals.sinks.sink import Sink, TrackerSink, require
+from gradvitals.sinks.sink import Openings, Sink, require
 from gradvitals.types import Finding
 
 STEP = "step"
 
 
-class WandB(TrackerSink):
-    """Logs to the run that the script has started, or else to one of its own.
-
-    In the script's run, values go into the row that the script logs next. Rows of our own would move its step, and
-    wandb ignores what is logged at an earlier step than the last. All values have ``gradvitals/step`` as their x axis.
-    Values after ``wandb.finish()`` are not sent.
+class TrackerSink(Sink):
+    """A sink for a tracker of runs: logs to the run that the script has started, or else to one of its own.
 
     Args:
         project: Project of a run of its own, "gradvitals" unless given.
-        run: The run to log to; None takes ``wandb.run``, and without that starts one.
+        run: The run to log to; None takes the script's, and without that starts one.
         prefix: Put before every key, so that it is none of the script's.
         alerts: Whether warnings and critical findings become alerts.
-        settings: More arguments of `wandb.init`, for a run of its own.
+        settings: More arguments of the tracker's `init`, for a run of its own.
     """
+
+    package: ClassVar[str]
 
     def __init__(
         self,
@@ -40,10 +38,43 @@ class WandB(TrackerSink):
         alerts: bool = True,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        require("wandb", "wandb")
-        super().__init__(project, prefix, alerts, settings)
+        require(self.package, self.package)
+        self._project = project or "gradvitals"
         self._run = run
-        self._is_over = self._defined = False
+        self._prefix = prefix
+        self._alerts = alerts
+        self._settings = dict(settings or {})
+        self._name: str | None = None
+        self._is_own = self._is_over = self._defined = False
+        self._openings = Openings()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(project={self._project!r})"
+
+    def begin(self, run: Path) -> None:
+        """Keep the name of the run's folder, for a run of its own."""
+        self._name = run.name
+
+    def close(self) -> None:
+        """Finish a run of its own; the script's is left to the script."""
+        if self._run is not None and self._is_own:
+            self._run.finish()
+
+    def _is_alert(self, finding: Finding) -> bool:
+        return self._alerts and finding.severity != "info" and self._openings.opens(finding)
+
+
+class WandB(TrackerSink):
+    """Logs to the run that the script has started, or else to one of its own.
+
+    In the script's run, values go into the row that the script logs next. Rows of our own would move its step, and
+    wandb ignores what is logged at an earlier step than the last. All values have ``gradvitals/step`` as their x axis.
+    Values after ``wandb.finish()`` are not sent.
+
+    Its arguments are those of `TrackerSink`.
+    """
+
+    package = "wandb"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One row, or a part of the script's next one. Never passes a step: wandb's own must stay the script's."""
@@ -95,23 +126,10 @@ class Trackio(TrackerSink):
     Trackio counts steps for who does not give one, on from the last it has seen: a script that logs to the same run
     should pass ``step=`` to `trackio.log`.
 
-    Args:
-        project: Project of a run of its own, "gradvitals" unless given.
-        prefix: Put before every key, so that it is none of the script's.
-        alerts: Whether warnings and critical findings become alerts.
-        settings: More arguments of `trackio.init`, for a run of its own.
+    Its arguments are those of `TrackerSink`.
     """
 
-    def __init__(
-        self,
-        project: str | None = None,
-        *,
-        prefix: str = "gradvitals/",
-        alerts: bool = True,
-        settings: Mapping[str, Any] | None = None,
-    ) -> None:
-        require("trackio", "trackio")
-        super().__init__(project, prefix, alerts, settings)
+    package = "trackio"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """One row at this step."""
