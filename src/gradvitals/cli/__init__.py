@@ -1,4 +1,4 @@
-"""The `gradvitals` command. Each subcommand is a file of this folder, and imports what it needs when it runs."""
+"""The `gradvitals` command. A subcommand imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ COMMANDS = {
     "bench": "Measure what monitoring costs on this machine.",
 }
 """Each with what the list of commands shows, in the order of use. Nothing is imported to print it."""
-MODULES = {"import": "importing"}
-"""Files that are not called like their command: `import` is a word of Python's."""
+ON_RUNS = ("watch", "serve", "report", "advise", "diff", "ls", "export", "mcp")
+MODULES = {"import": "importing", **dict.fromkeys(ON_RUNS, "runs")}
+"""Files that are not called like their command."""
 
 
 class Commands(click.Group):
-    """Finds a subcommand in the file of its name; prints an error in one line."""
+    """Finds a subcommand in its file; prints an error in one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, for the help page."""
