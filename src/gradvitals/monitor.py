@@ -47,7 +47,7 @@ from gradvitals.errors import RunError
 from gradvitals.notices import ABOUT_MONITORING
 from gradvitals.places import RUNS_FOLDER
 from gradvitals.sinks import Sink, as_sink
-from gradvitals.store import free_run_path, next_step, run_id, run_meta
+from gradvitals.store import free_run_path, next_step, run_meta
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action, Finding, Layout, Reading, json_ready
 from gradvitals.worker.aggregate import PartWeights, StepSums, Table, aggregate, sums_to_bytes
@@ -528,7 +528,7 @@ class Monitor:
             self._reducer.comparison.memory.load_state_dict(state["audit"])
         self._opened = deque(((step, Finding.from_json(data)) for step, data in state["opened"]), maxlen=100)
         for place in (self._path, Path(state["run"])):  # a run that was copied or moved continues where it is now
-            if state["run_id"] is not None and run_id(place) == state["run_id"] and not self._resume:
+            if state["run_id"] is not None and run_meta(place).get("run_id") == state["run_id"] and not self._resume:
                 self._path, self._resume = place, True
 
     # -- recording ----------------------------------------------------------------------------------------------
@@ -595,7 +595,7 @@ class Monitor:
         _kept_in[start.asked.absolute()] = self._path
         if self._path != start.asked and start.leads and not self._resume:
             print_line(f"{start.asked} holds a run already; this one is kept in {self._path}", config.quiet)
-        self._run_id = run_id(self._path) if self._resume else None
+        self._run_id = run_meta(self._path).get("run_id") if self._resume else None
         self._run_id = self._run_id or uuid.uuid4().hex
         setup = Setup(
             path=self._path,

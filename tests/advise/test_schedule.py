@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,21 +128,6 @@ def test_a_gsnr_too_uncertain_to_tell_does_not(tmp_path: Path) -> None:
     assert advice.values["steps"] == 20
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        ({"steps": 10}, "it needs 80 steps, and the run has 10"),
-        ({"first_step": 500}, "starts at step 500"),
-        ({"lr": None}, "the run has no learning rate"),
-        ({"lr": ramp(10_000)}, "still rising when the run ended"),
-    ],
-)
-def test_what_keeps_warmup_from_being_judged_is_said(tmp_path: Path, made: dict[str, object], words: str) -> None:
-    advice = advised(tmp_path, **made).warmup
-    assert not advice.can_tell
-    assert words in advice.answer
-
-
 def test_a_loss_that_falls_needs_no_decay(tmp_path: Path) -> None:
     advice = advised(tmp_path, steps=900).decay
     assert advice.answer.startswith("No decay is due yet: the loss still fell by 1.2 over steps 600 to 899")
@@ -189,23 +175,46 @@ def test_a_decay_long_after_the_loss_was_level_could_be_earlier(tmp_path: Path) 
     assert 340 <= advice.values["step"] <= 460
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
-    [
-        ({"steps": 10}, "it needs 300 steps with a loss"),
-        ({"loss": None}, "no loss"),
-        ({"lr": None}, "the run has no learning rate"),
-        ({"loss": lambda step: 2.0 + 0.01 * math.sin(17.0 * step)}, "the loss never fell"),
-    ],
-)
-def test_what_keeps_decay_from_being_judged_is_said(tmp_path: Path, made: dict[str, object], words: str) -> None:
-    advice = advised(tmp_path, **made).decay
-    assert not advice.can_tell
-    assert words in advice.answer
-
-
 def test_a_loss_of_nothing_but_noise_is_not_called_level() -> None:
     values = 2 + 3 * np.random.default_rng(0).normal(size=600)
     course = loss_course(Series(np.arange(600), values))
     assert course is not None
     assert not course.known
+
+
+def flat(step: int) -> float:
+    return 2.0 + 0.01 * math.sin(17.0 * step)
+
+
+def steady(step: int) -> float:
+    return 0.2
+
+
+@pytest.mark.parametrize(
+    ("topic", "made", "words"),
+    [
+        ("warmup", {"steps": 10}, "it needs 80 steps, and the run has 10"),
+        ("warmup", {"first_step": 500}, "starts at step 500"),
+        ("warmup", {"lr": None}, "the run has no learning rate"),
+        ("warmup", {"lr": ramp(10_000)}, "still rising when the run ended"),
+        ("decay", {"steps": 10}, "it needs 300 steps with a loss"),
+        ("decay", {"loss": None}, "no loss"),
+        ("decay", {"lr": None}, "the run has no learning rate"),
+        ("decay", {"loss": flat}, "the loss never fell"),
+        ("learning_rate", {"frozen": True}, "1 of 5 tensors are frozen"),
+        ("learning_rate", {"lr": None}, "the learning rate was never above zero"),
+        ("learning_rate", {"ratio": None}, "the middle of the run has 0 readings"),
+        ("batch_size", {}, "this run has no GSNR"),
+        ("batch_size", {"gsnr": steady, "source": "adam"}, "Adam's moments"),
+        ("batch_size", {"gsnr": steady, "batch_size": lambda step: None}, "the batch size is unknown"),
+        ("batch_size", {"gsnr": steady, "steps": 10}, "readings"),
+        ("max_grad_norm", {"stage": "clipped"}, "after clipping"),
+        ("layers", {"steps": 10, "every": 50}, "per-tensor readings"),
+    ],
+)
+def test_what_keeps_a_setting_from_being_judged_is_said(
+    tmp_path: Path, topic: str, made: dict[str, Any], words: str
+) -> None:
+    advice = getattr(advised(tmp_path, **made), topic)
+    assert not advice.can_tell
+    assert words in advice.answer

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from gradvitals import notices
 from gradvitals.cli import main
 from gradvitals.diagnose import RULES, Observation, Rule, Step
-from gradvitals.report.describe import evidence
+from gradvitals.report.format import evidence
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Layout, Reading, Source, TensorInfo
 
@@ -88,7 +88,7 @@ def in_order(text: str, parts: Iterable[str]) -> bool:
 
 def test_a_healthy_run_takes_two_lines(write: Write) -> None:
     run = write()
-    result = doctor(run, width=300)
+    result, whole = doctor(run, width=300), doctor(run, "--all", width=1000).output
     data = json.loads(doctor(run, "--json").output)
     skipped = sum(len(item["ids"]) for item in data["skipped"])
     assert result.exit_code == 0
@@ -96,12 +96,6 @@ def test_a_healthy_run_takes_two_lines(write: Write) -> None:
         "Healthy: 400 steps, no findings.\n"
         f"{run}: {len(data['passed'])} checks passed, {skipped} skipped (-v for more)\n"
     )
-
-
-def test_all_lists_each_check(write: Write) -> None:
-    run = write()
-    data = json.loads(doctor(run, "--json").output)
-    whole = doctor(run, "--all", width=1000).output
     assert in_order(whole, ["Checks passed (", "- the loss was finite at every step", "Checks skipped ("])
     assert all(f"  - {item['text']}\n" in whole for item in data["passed"])
     assert all(item["reason"] in whole for item in data["skipped"])
@@ -288,13 +282,6 @@ def test_a_check_passes_only_with_the_source_its_rule_needs(
     assert all(reason in said for said in reasons)
 
 
-def test_self_reports_come_last(write: Write) -> None:
-    run = write(notices.source_unavailable("micro-batches", "one pass a step", 1))
-    result = doctor(run, "-v")
-    assert result.output.startswith("Healthy")
-    assert in_order(result.output, [" checks passed", "Monitoring\n  - GSNR from micro-batches is not available"])
-
-
 def test_again_replays_the_stored_readings(write: Write) -> None:
     run = write(SPIKE, reading=broken)
     kept, again = (json.loads(doctor(run, *args, "--json").output) for args in ((), ("--again",)))
@@ -399,12 +386,6 @@ def test_the_report_shows_the_verdict_and_the_first_fix(write: Write) -> None:
     assert [finding["id"] for finding in data["monitoring"]] == ["source_unavailable"]
 
 
-def test_the_report_of_a_run_without_diagnosis_does_not_call_it_healthy(write: Write) -> None:
-    output = CliRunner().invoke(main, ["report", str(write(meta={}))]).output
-    assert "Healthy" not in output
-    assert "Recorded without diagnosis" in output
-
-
 def test_a_number_that_has_not_changed_is_shown_once() -> None:
     seen = {"loss": 3.2, "batch_size": 16.0}
     assert list(evidence({"seen": seen, "latest": {"step": 90, **seen}})) == ["loss 3.2, batch size 16"]
@@ -450,18 +431,26 @@ def test_markdown_has_the_verdict_the_cause_the_fix_and_the_evidence(write: Writ
         "| steps | 400 (finished) |",
     )
     assert in_order(text, parts)
-
-
-def test_markdown_names_the_worst_finding_once(write: Write) -> None:
-    text = doctor(write(SPIKE), "--format", "markdown").output
     assert text.count("the gradient norm rose") == 1
     assert "\n400 steps, 1 open finding.\n" in text
 
 
-def test_markdown_leaves_names_with_underscores_readable(write: Write) -> None:
-    found = Finding(id="x", severity="critical", title="zero_grad is missing in _loop_", first_step=1)
-    text = doctor(write(found), "--format", "markdown").output
-    assert r"**zero_grad is missing in \_loop\_**" in text
+@pytest.mark.parametrize(
+    ("title", "shown"),
+    [
+        ("zero_grad is missing in _loop_", r"**zero_grad is missing in \_loop\_**"),
+        ("<img src=x> [a](b) `c` | *d*", r"**\<img src=x\> \[a\](b) \`c\` \| \*d\***"),
+    ],
+)
+def test_markdown_shows_names_from_outside_as_they_are(write: Write, title: str, shown: str) -> None:
+    found = Finding(id="x", severity="critical", title=title, first_step=1)
+    assert shown in doctor(write(found), "--format", "markdown").output
+
+
+def test_markdown_of_a_run_without_findings_says_that_it_is_healthy(write: Write) -> None:
+    result = doctor(write(), "--format", "markdown")
+    assert result.exit_code == 0
+    assert "Healthy" in result.output
 
 
 def test_a_consequence_is_shown_without_the_causes_and_lines_of_its_root(write: Write) -> None:
@@ -485,9 +474,3 @@ def test_an_explanation_has_no_blanks(rule: str) -> None:
     assert "…" not in text
     assert "{" not in text
     assert "?" not in text
-
-
-def test_markdown_shows_names_from_outside_as_they_are(write: Write) -> None:
-    hostile = Finding(id="x", severity="critical", title="<img src=x> [a](b) `c` | *d*", first_step=1)
-    text = doctor(write(hostile), "--format", "markdown").output
-    assert r"**\<img src=x\> \[a\](b) \`c\` \| \*d\***" in text

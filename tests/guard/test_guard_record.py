@@ -13,7 +13,7 @@ import torch
 from guarded_runs import Run, adamw
 
 import gradvitals as gv
-from gradvitals.report.describe import summarize_actions
+from gradvitals.report.format import summarize_actions
 from gradvitals.types import Action
 
 ACT = {"mode": "act", "skip": gv.guard.Skip(first_steps=10), "rollback": gv.guard.RollBack(every=10, settle=5)}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gradvitals.report import series
-from gradvitals.report.export import ExportError, Selection, write_csv, write_parquet
+from gradvitals.report.export import ExportError, write_csv, write_parquet
 from gradvitals.store.reader import open_run
 from gradvitals.types import Reading
 
@@ -19,7 +19,7 @@ WriteRun = Callable[..., Path]
 def exported(path: Path, **selection: tuple[str, ...]) -> list[dict[str, str]]:
     stream = io.StringIO()
     with open_run(path) as run:
-        count = write_csv(run, stream, Selection(**selection))
+        count = write_csv(run, stream, **selection)
     rows = list(csv.DictReader(io.StringIO(stream.getvalue())))
     assert len(rows) == count
     return rows
@@ -91,7 +91,7 @@ def test_parquet_is_the_same_table(write_run: WriteRun, tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet")
     path = write_run()
     with open_run(path) as run:
-        count = write_parquet(run, tmp_path / "table.parquet", Selection())
+        count = write_parquet(run, tmp_path / "table.parquet")
     table = pq.read_table(tmp_path / "table.parquet").to_pylist()
     rows = exported(path)
     assert len(table) == count == len(rows)

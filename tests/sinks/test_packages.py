@@ -73,7 +73,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        config = gv.Config(quiet=True)
+        config = gv.Config(quiet=True, overhead_budget=1)
         with gv.watch(model, optimizer, run=folder / "gpt", config=config, batch_size=32, sinks=sinks) as monitor:
             for step in range(STEPS):
                 optimizer.zero_grad()

@@ -1,10 +1,11 @@
-"""Publishing: nobody waits for a sink, and one that fails is reported once and skipped."""
+"""What sinks get, and when."""
 
 from __future__ import annotations
 
 import contextvars
 import gc
 import json
+import math
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import warm_python
@@ -19,9 +21,10 @@ from torch import nn
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError
-from gradvitals.types import Action, Finding, Reading
+from gradvitals.sinks.gauges import GaugeSink
+from gradvitals.types import SEVERITIES, Action, Finding, Layout, Reading, Source, TensorInfo
 from gradvitals.worker import publish
-from gradvitals.worker.publish import Publisher
+from gradvitals.worker.publish import MOST_TENSORS, WORST, Publisher, Selection
 
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
 
@@ -64,7 +67,7 @@ class Broken(Kept):
 def train(
     sinks: list[Any], run: Path, *, steps: int = 60, bad: int = -1, worker: Any = "thread", **more: Any
 ) -> gv.Monitor:
-    config = gv.Config(quiet=True, worker=worker)
+    config = gv.Config(quiet=True, worker=worker, overhead_budget=1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -321,3 +324,115 @@ def test_texts() -> None:
     texts |= {"jsonl:a.jsonl": "JSONL('a.jsonl')", "mlflow": "MLflow(experiment='gradvitals')"}
     texts |= {"trackio:p": "Trackio(project='p')", "prometheus:1": "Prometheus(port=1, addr='127.0.0.1')"}
     assert {text: repr(gv.sinks.from_text(text)) for text in texts} == texts
+
+
+# -- What a sink is shown --------------------------------------------------------------------------------------------
+
+
+def layout(names: list[str]) -> Layout:
+    return Layout(
+        tensors=tuple(
+            TensorInfo(index=i, name=name, shape=(2,), dtype="float32", layer="all", depth=0)
+            for i, name in enumerate(names)
+        ),
+        layers=("all",),
+    )
+
+
+def of_source(step: int, source: Source | None, **values: float) -> Reading:
+    return Reading(step=step, time=0.0, source=source, values=values)
+
+
+def test_the_best_source_has_the_id_and_no_key_ever_holds_two() -> None:
+    selection = Selection()
+    first = [of_source(0, None, loss=1.0), of_source(0, "adam", gsnr=2.0), of_source(0, "microbatch", gsnr=3.0)]
+    later = [of_source(1, None, loss=0.9), of_source(1, "adam", gsnr=4.0)]
+    shown = dict(selection.steps([*first, *later]))
+    assert shown[0] == {"loss": 1.0, "gsnr": 3.0, "adam/gsnr": 2.0}
+    assert shown[1] == {"loss": 0.9, "adam/gsnr": 4.0}  # and not gsnr, which is of micro-batches in this run
+
+
+def test_a_better_source_that_comes_later_gets_a_key_of_its_own() -> None:
+    selection = Selection()
+    readings = [of_source(0, "adam", gsnr=2.0), of_source(1, "adam", gsnr=3.0), of_source(1, "microbatch", gsnr=9.0)]
+    shown = dict(selection.steps(readings))
+    assert shown == {0: {"gsnr": 2.0}, 1: {"gsnr": 3.0, "microbatch/gsnr": 9.0}}
+
+
+def test_a_number_that_broke_is_shown_and_one_that_is_not_known_is_not() -> None:
+    general = Reading(
+        step=0, time=0.0, values={"loss": math.nan, "grad/norm": math.inf, "grad/spike_ratio": math.nan, "lr": 0.1}
+    )
+    ((_, shown),) = Selection().steps([general, of_source(0, "microbatch", noise_scale=math.nan, gsnr=1.0)])
+    assert math.isnan(shown.pop("loss"))
+    assert shown == {"grad/norm": math.inf, "lr": 0.1, "gsnr": 1.0}
+
+
+def test_the_worst_tensors_are_few_and_stay() -> None:
+    selection = Selection()
+    names = [f"layer.{i}" for i in range(1000)]
+    selection.describe(layout(names))
+    seen: set[str] = set()
+    rng = np.random.default_rng(0)
+    for step in range(200):
+        norms = rng.random(1000)
+        ((_, shown),) = selection.steps([Reading(step=step, time=0.0, tensors={"grad/norm": norms})])
+        if step == 0:
+            worst = np.argsort(-norms)[:WORST]
+            assert shown == {f"tensors/grad/norm/layer.{i}": norms[i] for i in worst}
+        assert seen <= shown.keys()  # a line that was begun goes on
+        seen |= shown.keys()
+    assert len(seen) == MOST_TENSORS
+
+
+def test_of_gsnr_the_lowest_are_the_worst_and_only_of_the_source_that_has_the_id() -> None:
+    selection = Selection()
+    selection.describe(layout(["a", "b", "c", "d"]))
+    values, rows = {"gsnr": 1.0}, {"gsnr": np.array([4.0, 1.0, np.nan, 3.0])}
+    adam = Reading(step=0, time=0.0, source="adam", values=values, tensors={"gsnr": np.zeros(4)})
+    ((_, shown),) = selection.steps([Reading(step=0, time=0.0, source="microbatch", values=values, tensors=rows), adam])
+    assert shown == {"gsnr": 1.0, "adam/gsnr": 1.0} | {
+        f"tensors/gsnr/{k}": v for k, v in zip("bda", (1, 3, 4), strict=True)
+    }
+
+
+def test_names_of_ten_thousand_characters_are_cut_and_stay_apart() -> None:
+    selection = Selection()
+    selection.describe(layout(["x" * 10_000 + "1", "x" * 10_000 + "2"]))
+    ((_, shown),) = selection.steps([Reading(step=0, time=0.0, tensors={"grad/norm": np.array([1.0, 2.0])})])
+    assert len(shown) == 2
+    assert all(len(key) < 200 for key in shown)
+
+
+def test_globals_alone() -> None:
+    selection = Selection(tensors=False)
+    selection.describe(layout(["a"]))
+    reading = Reading(step=0, time=0.0, values={"loss": 1.0}, tensors={"grad/norm": np.ones(1)})
+    assert list(selection.steps([reading])) == [(0, {"loss": 1.0})]
+
+
+def test_a_gauge_is_told_that_a_value_is_not_known_any_more() -> None:
+    for gauges, shown in ((True, {"loss", "noise_scale"}), (False, {"loss"})):
+        selection = Selection(gauges=gauges)
+        ((_, metrics),) = selection.steps(
+            [of_source(0, None, loss=1.0), of_source(0, "microbatch", noise_scale=math.nan)]
+        )
+        assert set(metrics) == shown
+
+
+def test_a_finding_that_gets_worse_or_ends_leaves_what_it_was() -> None:
+    class Gauges(GaugeSink):
+        def _set(self, key: str, value: float, **labels: str) -> None:
+            assert (key, labels["id"]) == ("finding/open", "explosion")
+            shown[labels["severity"]] = value
+
+    shown: dict[str, float] = {}
+    sink = Gauges()
+    for severity, first, last, counts in (
+        ("warning", 3, None, (0, 1, 0)),
+        ("critical", 3, None, (0, 0, 1)),
+        ("warning", 9, None, (0, 1, 1)),
+        ("critical", 3, 12, (0, 1, 0)),
+    ):
+        sink.finding(Finding(id="explosion", severity=severity, title="", first_step=first, last_step=last))
+        assert shown == dict(zip(SEVERITIES, counts, strict=True))

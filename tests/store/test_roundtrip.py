@@ -1,14 +1,21 @@
-"""What goes into a run comes out of it."""
+"""What was written is read back, also while it is being written."""
 
 from __future__ import annotations
 
 import math
+import re
+import sqlite3
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gradvitals.errors import RunError
-from gradvitals.store import RunWriter, UnknownNameError, free_run_path, open_run
+from gradvitals.errors import RunError, RunFormatError
+from gradvitals.store import RunWriter, UnknownNameError, free_run_path, min_max_buckets, open_run, schema
 from gradvitals.types import Action, Finding, Layout, Reading
 
 
@@ -259,3 +266,175 @@ def test_findings_and_actions_are_counted(tmp_path):
         writer.write(Action(kind="skip", step=1, finding="f0", taken=True))
     with open_run(tmp_path) as run:
         assert run.num_records() == 4
+
+
+# -- Reading a run while another thread or process writes it ---------------------------------------------------------
+
+
+def test_a_cursor_sees_every_step_once(tmp_path, make_reading):
+    """Follow a run with `since` across many compactions: no gap, no repeat, never half a reading."""
+    started, done = threading.Event(), threading.Event()
+
+    def work():
+        with RunWriter(tmp_path, meta={}) as writer:
+            for step in range(3000):
+                writer.write(make_reading(step))
+                if step % 20 == 0:
+                    writer.commit()
+                    started.set()
+        done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(30)
+    seen, rows, replayed, last = [], [], [], -1
+    with open_run(tmp_path) as run:
+        while not done.is_set() or len(seen) < 3000:
+            if "grad/norm" in run.metrics():
+                steps, values = run.series("grad/norm", tensor="#2", since=last)
+                seen += steps.tolist()
+                np.testing.assert_array_equal(values, steps + 0.5)
+                rows += run.matrix("grad/norm", since=last, until=seen[-1])[0].tolist()
+                readings = [reading for reading in run.readings(since=last) if reading.step <= seen[-1]]
+                assert all(reading.values and len(reading.tensors) == 2 for reading in readings)
+                replayed += [reading.step for reading in readings]
+                last = seen[-1]
+    thread.join()
+    assert seen == rows == replayed == list(range(3000))
+
+
+def test_readings_can_be_taken_slowly_while_the_tail_moves(tmp_path, make_reading):
+    writer = RunWriter(tmp_path, meta={})
+    for step in range(400):
+        writer.write(make_reading(step))
+    writer.commit()
+    with open_run(tmp_path) as run:
+        slow = run.readings()
+        first = next(slow)
+        for step in range(400, 1200):
+            writer.write(make_reading(step))
+            if step % 50 == 0:
+                writer.commit()
+        writer.compact()
+        assert [first.step] + [reading.step for reading in slow] == list(range(400))
+        assert run.last_step == 1199
+    writer.close()
+
+
+def test_several_threads_may_share_a_run(tmp_path, make_reading):
+    with RunWriter(tmp_path, meta={}) as writer:
+        for step in range(600):
+            writer.write(make_reading(step))
+    results = []
+    with open_run(tmp_path) as run:
+        threads = [
+            threading.Thread(target=lambda: results.append([run.series("loss")[1].sum() for _ in range(30)]))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(results) == 4
+    assert {value for row in results for value in row} == {2.0 * sum(range(600))}
+
+
+def test_closing_a_run_waits_for_the_thread_that_reads_it(tmp_path, make_reading):
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(make_reading(0))
+    run = open_run(tmp_path)
+    closed = threading.Event()
+
+    def close():
+        run.close()
+        closed.set()
+
+    with run._transaction():
+        thread = threading.Thread(target=close)
+        thread.start()
+        time.sleep(0.05)
+        assert not closed.is_set()
+        assert run._db.execute("SELECT count(*) FROM segment").fetchone() == (1,)
+    thread.join(10)
+    assert closed.is_set()
+    with pytest.raises(RunError, match=r"run\.db was closed"):
+        run.series("loss")
+    run.close()
+
+
+# -- test_downsample -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(), max_size=60), st.integers(1, 20))
+def test_no_peak_is_lost(values, buckets):
+    steps = np.arange(len(values)) * 3
+    found, low, high = min_max_buckets(steps, values, buckets)
+    assert len(found) == len(low) == len(high) == min(buckets, len(values))
+    assert np.all(np.diff(found) > 0)
+    assert set(found.tolist()) <= set(steps.tolist())
+    finite = [value for value in values if not np.isnan(value)]
+    if finite:
+        assert np.nanmin(low) == min(finite)
+        assert np.nanmax(high) == max(finite)
+    else:
+        assert np.isnan(low).all()
+
+
+def test_a_short_series_is_left_as_it_is():
+    steps, low, high = min_max_buckets([1, 2], [3.0, float("nan")], 5)
+    assert steps.tolist() == [1, 2]
+    np.testing.assert_array_equal(low, [3.0, np.nan])
+    np.testing.assert_array_equal(high, low)
+
+
+def test_wrong_input_is_refused():
+    with pytest.raises(ValueError, match="buckets"):
+        min_max_buckets([1], [1.0], 0)
+    with pytest.raises(ValueError, match="shape"):
+        min_max_buckets([1, 2], [1.0], 3)
+
+
+# -- Versions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [0, -1, 99])
+def test_other_versions_are_refused(tmp_path, make_reading, version):
+    with RunWriter(tmp_path, meta={}) as writer:
+        writer.write(make_reading(1))
+    connection = sqlite3.connect(tmp_path / "run.db")
+    connection.execute(f"PRAGMA user_version = {version}")
+    connection.close()
+    match = "newer gradvitals that reads version 99" if version == 99 else "format version"
+    with pytest.raises(RunFormatError, match=match):
+        open_run(tmp_path)
+    with pytest.raises(RunFormatError, match=match):
+        RunWriter(tmp_path, meta={}, resume=True)
+
+
+# -- The page about the store says what is true ----------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
+
+
+def test_the_recipe_without_gradvitals_reads_a_run(tmp_path, monkeypatch, make_layout, make_reading):
+    monkeypatch.chdir(tmp_path)
+    with RunWriter("runs/gpt", meta={}) as writer:
+        writer.write(make_layout("other", "blocks.0.attn.qkv.weight", "more"))
+        for step in range(340):
+            writer.write(make_reading(step))
+            writer.commit()
+        writer._db.execute("BEGIN")
+        assert writer._db.execute("SELECT count(*) FROM chunk").fetchone()[0]
+        assert writer._db.execute("SELECT count(*) FROM tail").fetchone()[0]
+        writer._db.execute("COMMIT")
+        recipe = PAGE.split("## Reading without gradvitals")[1].split("```python")[1].split("```")[0]
+        found: dict = {}
+        exec(recipe, found)
+        found["db"].close()
+    assert found["points"] == {step: step + 0.25 for step in range(340)}
+
+
+def test_the_page_names_every_table_and_the_version():
+    assert all(f"`{table}`" in PAGE for table in re.findall(r"CREATE TABLE (\w+)", schema.DDL))
+    assert f"{schema.APPLICATION_ID:#x}".upper()[2:] in PAGE
+    assert f"format, now {schema.SCHEMA_VERSION}." in PAGE

@@ -1,28 +1,46 @@
-"""What the page is told: runs, words, series and pictures, each against what the run itself says."""
+"""The page's data: what each address returns, and that the docs say it."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import re
 import shutil
+import signal
 import sqlite3
 import struct
+import subprocess
+import sys
+import threading
+import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+from anyio import to_thread
+from click.testing import CliRunner
 from starlette.testclient import TestClient
 from web_runs import STEPS, damaged_run, run_id
 
 import gradvitals as gv
 from benchmarks.synthetic_run import write_synthetic_run
+from gradvitals.cli import main
+from gradvitals.errors import ConfigError
 from gradvitals.report import series
 from gradvitals.report.listing import RunFile
 from gradvitals.store.writer import RunWriter
-from gradvitals.types import Layout, Reading, TensorInfo
+from gradvitals.types import Finding, Layout, Reading, TensorInfo
 from gradvitals.web import views
+from gradvitals.web.api import Api
+from gradvitals.web.app import addresses, bind
+from gradvitals.web.run_index import RunIndex
+from gradvitals.web.stream import Watcher
 
 ClientOf = Callable[[Path], TestClient]
 
@@ -399,3 +417,154 @@ def test_many_layers_with_few_tensors_take_little_memory(tmp_path: Path, client_
     assert of_report.values.shape == (160, 400)
     assert of_report.values[-1, -1] == 401.0
     assert peak < 140 << 20  # all steps of all layers would take 160 MB, several times over
+
+
+# -- docs/page.md names the addresses of the page --------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "page.md").read_text(encoding="utf-8")
+ROWS = dict(re.findall(r"^\| `(/api/[^`]+)` \| (.+) \|$", PAGE, re.MULTILINE))
+JSON = [address for address, answer in ROWS.items() if answer.startswith("JSON")]
+BYTES = [address for address, answer in ROWS.items() if answer.startswith("bytes")]
+
+
+def test_every_address_is_documented(tmp_path: Path) -> None:
+    api = Api(RunIndex(tmp_path))
+    paths = {f"/api{route.path}".replace("{run_id:str}", "{id}") for route in api.routes()}
+    api.close()
+    assert paths == {address.partition("?")[0] for address in ROWS}
+    assert len(JSON) + len(BYTES) + 1 == len(ROWS)  # the stream has no end
+
+
+@pytest.mark.parametrize("address", JSON)
+def test_json_has_the_documented_names(client: TestClient, address: str) -> None:
+    answer = client.get(address.replace("{id}", run_id(client, "gpt")))
+    assert answer.status_code == 200
+    content = answer.json()
+    of_runs = set().union(*(run.keys() for run in content.get("runs", ())))
+    of_lists = set().union(*(part.keys() for part in content.get("lists", ())))
+    named = set(re.findall(r"`(\w+)`", ROWS[address]))
+    assert named
+    assert named <= set(content) | of_runs | of_lists
+
+
+@pytest.mark.parametrize("address", BYTES)
+def test_bytes_are_as_long_as_their_header_says(client: TestClient, address: str) -> None:
+    answer = client.get(address.replace("{id}", run_id(client, "gpt")))
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/octet-stream")
+    first, second, *_ = struct.unpack_from("<IIdd", answer.content)
+    is_series = "/series" in address
+    points, metrics, rows, columns = first, second, first, second
+    numbers = 8 * metrics + 16 * points + 16 * metrics * points if is_series else 8 * columns + 4 * rows * columns
+    assert len(answer.content) == 24 + numbers
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [("series?metric=nothing", 404), ("heatmap?picture=nothing", 400), ("series?metric=loss&buckets=0", 400)],
+)
+def test_a_request_that_cannot_be_answered_says_why(client: TestClient, query: str, status: int) -> None:
+    answer = client.get(f"/api/runs/{run_id(client, 'gpt')}/{query}")
+    assert answer.status_code == status
+    assert answer.json()["error"]
+    assert client.get("/api/runs/nobody").status_code == 404
+
+
+# -- News of runs ----------------------------------------------------------------------------------------------------
+
+
+def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in answer.iter_lines():
+        if line.startswith("data: ") and line != "data: {}":
+            yield json.loads(line[6:])
+
+
+def test_news_come_as_a_run_is_written(tmp_path: Path, serve: Callable[[Path], Any]) -> None:
+    write_synthetic_run(tmp_path / "old", steps=5, num_tensors=14)
+    writer = RunWriter(tmp_path / "live", meta={"facts": {}})
+    writer.write(Reading(step=0, time=0.0, values={"loss": 1.0}))
+    writer.commit()
+    url = serve(tmp_path).url
+    with httpx.stream("GET", f"{url}api/stream", timeout=10) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        found = events(answer)
+        first = [next(found) for _ in range(2)]
+        by_step = {news["last_step"]: news for news in first}
+        assert set(by_step) == {0, 4}
+        assert by_step[0]["live"]
+        assert not by_step[4]["live"]
+        live = by_step[0]["run"]
+        writer.write(Reading(step=1, time=1.0, values={"loss": 1.0}))
+        writer.write(Finding(id="x", severity="info", title="t"))
+        writer.commit()
+        assert next(found) == {"run": live, "last_step": 1, "findings": 1, "segments": 1, "live": True}
+    writer.close()
+
+
+def test_the_command_prints_its_address_and_ends_at_ctrl_c_with_a_reader_listening(tmp_path: Path) -> None:
+    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
+    command = [sys.executable, "-m", "gradvitals.cli", "serve", str(tmp_path), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        url = process.stdout.readline().split()[0]
+        tunnel = process.stdout.readline()
+        port = url.rstrip("/").rpartition(":")[2]
+        assert url == f"http://127.0.0.1:{port}/"
+        assert f"ssh -L {port}:127.0.0.1:{port} " in tunnel
+        for _ in range(200):
+            try:
+                httpx.get(url, timeout=5)
+                break
+            except httpx.ConnectError:
+                time.sleep(0.02)
+        with httpx.stream("GET", f"{url}api/stream", timeout=10) as answer:
+            assert next(events(answer))["last_step"] == 4
+            os.kill(process.pid, signal.SIGINT)
+            assert process.wait(10) in (0, 130, -signal.SIGINT)
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["serve", str(tmp_path / "nowhere")])
+    assert result.exit_code == 2
+    assert "there is no folder" in result.output
+
+
+def test_a_taken_port_is_an_error_and_the_default_one_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradvitals.web import app
+
+    taken = bind("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    with pytest.raises(ConfigError, match=rf"port {port} .*--port 0 takes a free one"):
+        bind("127.0.0.1", port)
+    monkeypatch.setattr(app, "DEFAULT_PORT", port)
+    other = bind("127.0.0.1", None)
+    assert other.getsockname()[1] != port
+    assert addresses(other)[0] == f"http://127.0.0.1:{other.getsockname()[1]}/"
+    for each in (taken, other):
+        each.close()
+    with pytest.raises(ConfigError, match="expected an address or name of this machine"):
+        bind("no-such-host.invalid", 0)
+
+
+def test_news_do_not_wait_behind_requests(tmp_path: Path) -> None:
+    write_synthetic_run(tmp_path / "run", steps=5, num_tensors=14)
+    watcher = Watcher(RunIndex(tmp_path))
+    done = threading.Event()
+    told: list[bytes] = []
+
+    async def look_while_all_requests_are_busy() -> None:
+        to_thread.current_default_thread_limiter().total_tokens = 1
+        busy = asyncio.create_task(to_thread.run_sync(done.wait, 30))
+        await asyncio.sleep(0)
+        try:
+            found = aiter(watcher.events())
+            await anext(found)  # how long to wait before it connects again
+            told.append(await asyncio.wait_for(anext(found), 10))
+        finally:
+            done.set()
+            await busy
+
+    with ThreadPoolExecutor(1) as thread:  # the browser of other tests keeps a loop in this one
+        thread.submit(asyncio.run, look_while_all_requests_are_busy()).result(60)
+    assert b'"last_step": 4' in told[0]

@@ -17,7 +17,14 @@ from gradvitals.store.reader import Run
 
 __all__ = ["CONFIDENCES", "Advice", "Advised", "Confidence", "Figure", "advise"]
 
-TOPICS = ("learning_rate", "max_grad_norm", "batch_size", "warmup", "decay", "layers")
+TOPICS = {
+    "learning_rate": advise_learning_rate,
+    "max_grad_norm": advise_clip,
+    "batch_size": advise_batch,
+    "warmup": advise_warmup,
+    "decay": advise_decay,
+    "layers": advise_layers,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +61,5 @@ def advise(run: Run) -> Advised:
         RunError: If the run has no readings.
     """
     record = Record(run)
-    return Advised(
-        run=str(run.path),
-        steps=record.num_steps,
-        live=run.is_live,
-        learning_rate=advise_learning_rate(record),
-        max_grad_norm=advise_clip(record),
-        batch_size=advise_batch(record),
-        warmup=advise_warmup(record),
-        decay=advise_decay(record),
-        layers=advise_layers(record),
-    )
+    pieces = {topic: advise_on(record) for topic, advise_on in TOPICS.items()}
+    return Advised(run=str(run.path), steps=record.num_steps, live=run.is_live, **pieces)

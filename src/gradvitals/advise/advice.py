@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,14 @@ class Figure:
     """The steps it covers; None if it is of no steps in particular."""
     last_step: int | None = None
 
+    @property
+    def with_steps(self) -> str:
+        """The text and its steps, if it covers more than one."""
+        first, last = self.first_step, self.last_step
+        if first is None or last is None or last <= first:
+            return self.text
+        return f"{self.text}; steps {first:,} to {last:,}"
+
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain JSON values."""
         return {name: json_ready(getattr(self, name)) for name in self.__dataclass_fields__}
@@ -39,7 +47,7 @@ class Figure:
 class Advice:
     """What a run suggests for one setting."""
 
-    topic: str
+    topic: str = ""
     answer: str
     """What to do, in a sentence or two; or what the run does not show, and why."""
     confidence: Confidence = "none"
@@ -81,7 +89,7 @@ def advises_on(topic: str, names: Sequence[str]) -> Callable[[Callable[[Record],
             try:
                 if topic in SETTINGS and record.loop_bug is not None:
                     raise CannotTell(f"the training loop has a bug: {record.loop_bug.title}")
-                return advise(record)
+                return replace(advise(record), topic=topic)
             except CannotTell as error:
                 answer = f"Cannot tell, because {error}."
                 return Advice(topic=topic, answer=answer, values=dict.fromkeys(names), figures=error.figures)

@@ -13,7 +13,6 @@ from gradvitals.advise.record import Record, apart
 from gradvitals.diagnose.history import Average
 from gradvitals.format import number
 
-TOPIC = "batch_size"
 NAMES = ("noise_scale", "low", "high", "batch_size", "proposed", "steps_factor", "samples_factor")
 """`steps_factor` and `samples_factor`: what the batch in use takes over the least that is possible."""
 
@@ -61,7 +60,7 @@ class Signal(NamedTuple):
         )
 
 
-@advises_on(TOPIC, NAMES)
+@advises_on("batch_size", NAMES)
 def advise_batch(record: Record) -> Advice:
     """Returns whether the batch fits the noise of the gradients."""
     averages = [one for one in record.late_averages if one.count >= MIN_READINGS and math.isfinite(one.low)]
@@ -77,18 +76,12 @@ def advise_batch(record: Record) -> Advice:
     value, low, high = signal.noise_scale
     size = signal.step_size if signal.step_size > 0 else signal.batch_size
     if math.isnan(signal.batch_size):
-        raise CannotTell(
-            "the batch size is unknown: pass it as watch(..., batch_size=...)", [_in_micro_batches(signal)]
-        )
+        why = "the batch size is unknown: pass it as watch(..., batch_size=...)"
+        raise CannotTell(why, [_in_micro_batches(signal)])
     figures = list(_figures(record, signal, averages, size))
-    finding = next(
-        (
-            finding.title
-            for finding in record.findings
-            if finding.id in ("batch_too_small", "batch_too_large") and finding.last_step is None
-        ),
-        "",
-    )
+    still_open = (found for found in record.findings if found.last_step is None)
+    named = (found.title for found in still_open if found.id in ("batch_too_small", "batch_too_large"))
+    finding = next(named, "")
     if math.isnan(low) or (math.isinf(high) and low < LARGER * size):
         why = "the noise scale is not identifiable: the interval of the GSNR includes zero"
         raise CannotTell(why + (f". By other signs, {finding}" if finding else ""), figures)
@@ -102,7 +95,6 @@ def advise_batch(record: Record) -> Advice:
     else:
         because = f"its interval spans a factor of {width:.2g}, but the noise scale is only a proxy"
     return Advice(
-        topic=TOPIC,
         answer=_answer(value, low, size, proposed, finding),
         confidence="fair" if known and width <= 4 else "low",
         because=because,

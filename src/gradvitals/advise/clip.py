@@ -12,7 +12,6 @@ from gradvitals.advise.advice import Advice, CannotTell, Confidence, Figure, adv
 from gradvitals.advise.record import Floats, Record, Series
 from gradvitals.format import number
 
-TOPIC = "max_grad_norm"
 NAMES = ("max_norm", "low", "high", "would_clip", "schedule", "drift", "clips_at", "clips")
 """`would_clip` and `clips` are shares of healthy steps: of the norm advised, and of the one in use."""
 
@@ -44,7 +43,7 @@ class Limit(NamedTuple):
     last_step: int
 
 
-@advises_on(TOPIC, NAMES)
+@advises_on("max_grad_norm", NAMES)
 def advise_clip(record: Record) -> Advice:
     """Returns what to clip to, judged by the norms of the run's healthy steps."""
     if not len(record.norms):
@@ -54,7 +53,8 @@ def advise_clip(record: Record) -> Advice:
     if len(late) < MIN_STEPS:
         why = f"it needs {MIN_STEPS:,} healthy steps after the first tenth of the run, which has {len(late):,}"
         raise CannotTell(why, [_left_out(record)])
-    parts = [_limit(Series(*part)) for part in _parts(late)]
+    quarters = zip(np.array_split(late.steps, PARTS), np.array_split(late.values, PARTS), strict=True)
+    parts = [_limit(Series(*part)) for part in quarters]
     ends = parts[0].value, parts[-1].value
     apart = max(part.value for part in parts) / min(part.value for part in parts)
     drifts = apart >= DRIFT
@@ -65,19 +65,12 @@ def advise_clip(record: Record) -> Advice:
     clips_at = float(limits.values[-1]) if len(limits) else None
     clips = float(np.mean(late.values > clips_at)) if clips_at is not None else None
     schedule = [
-        {
-            "first_step": p.first_step,
-            "last_step": p.last_step,
-            "max_norm": rounded_up(p.value),
-            "low": p.low,
-            "high": p.high,
-        }
-        for p in parts
+        {"first_step": first, "last_step": last, "max_norm": rounded_up(value), "low": low, "high": high}
+        for value, low, high, first, last in parts
     ]
     share = float(np.mean(late.values > limit))
     confidence, because = _confidence(chosen, len(late), apart)
     return Advice(
-        topic=TOPIC,
         answer=_answer(limit, ends, drifts, clips_at, clips),
         confidence=confidence,
         because=because,
@@ -115,10 +108,6 @@ def _limit(part: Series) -> Limit:
     return Limit(*quantile_interval(part.values, QUANTILE), int(part.steps[0]), int(part.steps[-1]))
 
 
-def _parts(late: Series) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    yield from zip(np.array_split(late.steps, PARTS), np.array_split(late.values, PARTS), strict=True)
-
-
 def _answer(limit: float, ends: tuple[float, float], drifts: bool, clips_at: float | None, clips: float | None) -> str:
     if drifts:
         first, last = map(rounded_up, ends)
@@ -129,12 +118,11 @@ def _answer(limit: float, ends: tuple[float, float], drifts: bool, clips_at: flo
         return f"Let the clipping limit {way} with the norms, {numbers}."
     if clips_at is None or clips is None:
         return f"Clip to a norm of {number(limit)}; this run does not clip."
+    change = f"max_norm from {number(clips_at)} to {number(limit)}"
     if clips > 0.5:
-        return (
-            f"Raise max_norm from {number(clips_at)} to {number(limit)}: it clips {_percent(clips)} of healthy steps."
-        )
+        return f"Raise {change}: it clips {_percent(clips)} of healthy steps."
     if clips_at > IDLE * limit:
-        return f"Lower max_norm from {number(clips_at)} to {number(limit)}: now it stops only the worst spikes."
+        return f"Lower {change}: now it stops only the worst spikes."
     return f"Keep max_norm at {number(clips_at)}; the norms of this run suggest {number(limit)}."
 
 

@@ -13,7 +13,6 @@ from gradvitals.advise.record import Floats, Record, Series
 from gradvitals.diagnose.history import Average, fall
 from gradvitals.format import number
 
-TOPIC = "decay"
 NAMES = ("step", "lr", "to_lr", "level_since", "gsnr_dropped", "decays_from")
 """`step` is where to begin; None to go on as it is."""
 
@@ -51,7 +50,7 @@ class Course(NamedTuple):
     mean: float
 
 
-@advises_on(TOPIC, NAMES)
+@advises_on("decay", NAMES)
 def advise_decay(record: Record) -> Advice:
     """Returns whether there was a step from which on the learning rate should have been lower."""
     if not len(record.lr) or record.lr.values.max() <= 0:
@@ -79,7 +78,6 @@ def advise_decay(record: Record) -> Advice:
     step = max(course.since, dropped or 0) if course.level else None
     answer, confidence, because = _answer(course, drop, decays, lr, step)
     return Advice(
-        topic=TOPIC,
         answer=answer,
         confidence=confidence,
         because=because,

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradvitals.advise.advice import Advice, CannotTell, Figure, advises_on
-from gradvitals.advise.record import AT_ONE_POINT, Floats, Record
+from gradvitals.advise.record import AT_ONE_POINT, Floats, Mask, Record
 from gradvitals.format import number, percent
 from gradvitals.store.blocks import Kind
 
-TOPIC = "layers"
 NAMES = ("layers",)
 
 MIN_READINGS = 3
@@ -55,12 +53,10 @@ class Need(NamedTuple):
     values: dict[str, Any]
 
 
-@advises_on(TOPIC, NAMES)
+@advises_on("layers", NAMES)
 def advise_layers(record: Record) -> Advice:
     """Returns the few layers that stand out, worst first."""
-    seen = Layers(record)
-    if not seen.names or "grad/norm" not in record.run.metrics("tensors"):
-        raise CannotTell("the run has no readings of single tensors")
+    seen = _layers(record)
     readings = f"{seen.readings} per-tensor readings"
     if seen.readings < MIN_READINGS:
         raise CannotTell(
@@ -77,7 +73,6 @@ def advise_layers(record: Record) -> Advice:
     needs.sort(key=lambda need: -need.weight)
     more = f" (these are the worst {MAX_NAMED})" if len(needs) > MAX_NAMED else ""
     return Advice(
-        topic=TOPIC,
         answer=f"{len(needs)} of {len(seen.names)} layers stand out{more}." if needs else "No layer stands out.",
         confidence="fair" if seen.readings >= 10 else "low",
         because=f"{readings} in the second half of the run",
@@ -91,110 +86,87 @@ def advise_layers(record: Record) -> Advice:
     )
 
 
-class Layers:
-    """Every layer over the second half of a run, as medians over its readings."""
+class Layers(NamedTuple):
+    """Every layer over the second half of a run, as medians over its readings; NaN if it has none."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        described = len(record.run.names("tensors")) == len(record.run.tensors)
-        self.names = record.run.names("layers") if described else ()
-        self.since = record.first_step + (record.last_step - record.first_step) // 2
-        """Where the second half of the run begins."""
-        tensors = record.run.tensors
-        place = {name: i for i, name in enumerate(self.names)}
-        self.layer = np.array([place[info.layer] for info in tensors if info.layer in place], dtype=np.intp)
-        self.sizes = np.array([float(info.numel) for info in tensors])
-        self.matrix = np.array([len(info.shape) >= 2 for info in tensors], dtype=bool)
-        self.trained = np.array([not info.frozen for info in tensors], dtype=bool)
+    record: Record
+    names: tuple[str, ...]
+    since: int
+    """Where the second half of the run begins."""
+    readings: int
+    """Per-tensor readings in it."""
+    share_broken: float
+    """Share of its steps at which a gradient was not finite."""
+    norms: Floats
+    """Gradient norms."""
+    rms: Floats
+    """Root mean squares of the gradients' elements."""
+    growth: Floats
+    """The norms over what they were in the second quarter of the run."""
+    updates: Floats
+    """Change of the layers' matrices in one step over their size; a bias has no size of its own to compare."""
+    gsnr: tuple[Floats, Floats, Floats]
+    """The latest GSNR, of the model's source at one point, with its interval."""
 
-    @cached_property
-    def _norms(self) -> Floats:
-        return self._late("grad/norm", "tensors")
 
-    @property
-    def readings(self) -> int:
-        """Per-tensor readings in the second half."""
-        return len(self._norms)
+def _layers(record: Record) -> Layers:
+    run, tensors = record.run, record.run.tensors
+    names = run.names("layers") if len(run.names("tensors")) == len(tensors) else ()
+    if not names or "grad/norm" not in run.metrics("tensors"):
+        raise CannotTell("the run has no readings of single tensors")
+    since = record.first_step + (record.last_step - record.first_step) // 2
+    place = {name: i for i, name in enumerate(names)}
+    layer = np.array([place.get(info.layer, -1) for info in tensors], dtype=np.intp)
+    trained = (layer >= 0) & np.array([not info.frozen for info in tensors], dtype=bool)
+    matrices = trained & np.array([len(info.shape) >= 2 for info in tensors], dtype=bool)
+    missing = np.full(len(names), np.nan)
 
-    @property
-    def share_broken(self) -> float:
-        """Share of the steps in the second half at which a gradient was not finite."""
-        if "grad/nonfinite" not in self.record.run.metrics("values"):
-            return 0.0
-        steps, counts = self.record.run.series("grad/nonfinite")
-        late = counts[steps >= self.since]
-        return float(np.mean(late > 0)) if len(late) else 0.0
-
-    @cached_property
-    def norms(self) -> Floats:
-        """Gradient norm of each layer; nan where it has none."""
-        return _median(self._root_sums(self._norms, self.trained))
-
-    @cached_property
-    def rms(self) -> Floats:
-        """Root mean square of the gradient's elements, of each layer."""
-        sizes = np.maximum(self._sums(self.sizes[None], self.trained)[0], 1.0)
-        return np.asarray(self.norms / np.sqrt(sizes), dtype=np.float64)
-
-    @cached_property
-    def growth(self) -> Floats:
-        """The norm over what it was in the second quarter of the run."""
-        begin = (self.record.first_step + self.since) // 2
-        early = self._late("grad/norm", "tensors", since=begin, until=self.since)
-        before = _median(self._root_sums(early, self.trained)) if len(early) else np.full(len(self.names), np.nan)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.divide(self.norms, before)
-
-    @cached_property
-    def updates(self) -> Floats:
-        """Change of each layer's matrices in one step over their size; a bias has no size of its own to compare."""
-        chosen = self.matrix & self.trained
-        updates, weights = (self._late(name, "tensors") for name in ("update/norm", "weight/norm"))
-        count = min(len(updates), len(weights))
-        if not count:
-            return np.full(len(self.names), np.nan)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = self._root_sums(updates[-count:], chosen) / self._root_sums(weights[-count:], chosen)
-        return _median(np.where(np.isfinite(ratio), ratio, np.nan))
-
-    @cached_property
-    def gsnr(self) -> tuple[Floats, Floats, Floats]:
-        """The latest GSNR of each layer, of the model's source at one point, with its interval."""
-        missing = np.full(len(self.names), np.nan)
-        source = self.record.gsnr_source
-        if source not in AT_ONE_POINT or source not in self.record.run.sources("gsnr", "layers"):
-            return missing, missing, missing
-        parts = [self._late(name, "layers", source) for name in ("gsnr", "gsnr_low", "gsnr_high")]
-        return tuple(part[-1] if len(part) else missing for part in parts)  # type: ignore[return-value]
-
-    def _late(
-        self, metric: str, kind: Kind, source: str | None = None, since: int | None = None, until: int | None = None
+    def late(
+        metric: str, kind: Kind = "tensors", source: str | None = None, begin: int = since, end: int = record.last_step
     ) -> Floats:
-        """The latest readings of a metric, ``[readings, rows]``."""
-        run = self.record.run
-        rows = len(run.names(kind))
-        if metric not in run.metrics(kind):
-            return np.zeros((0, rows))
-        steps = run.times(metric, kind=kind, source=source)[0]
-        begin, end = since or self.since, until or self.record.last_step
-        steps = steps[(steps >= begin) & (steps <= end)]
+        """Returns the latest readings of a metric between two steps, ``[readings, rows]``."""
+        steps = run.times(metric, kind=kind, source=source)[0] if metric in run.metrics(kind) else np.zeros(0)
+        steps = steps[(steps >= begin) & (steps <= end)][-MAX_LATEST:]
         if not len(steps):
-            return np.zeros((0, rows))
-        first = int(steps[-min(MAX_LATEST, len(steps))])
-        return run.matrix(metric, kind, source=source, since=first - 1, until=int(steps[-1]))[1]
+            return np.zeros((0, len(run.names(kind))))
+        return run.matrix(metric, kind, source=source, since=int(steps[0]) - 1, until=int(steps[-1]))[1]
 
-    def _sums(self, values: Floats, chosen: Any) -> Floats:
-        out = np.zeros((len(values), len(self.names)))
-        for layer, column in zip(self.layer[chosen], np.nan_to_num(values[:, chosen], posinf=0.0).T, strict=True):
-            out[:, layer] += column
-        return out
+    def sums(values: Floats, chosen: Mask) -> Floats:
+        out = np.zeros((len(names), len(values)))
+        np.add.at(out, layer[chosen], np.nan_to_num(values[:, chosen], posinf=0.0).T)
+        return out.T
 
-    def _root_sums(self, values: Floats, chosen: Any) -> Floats:
-        """The norm of every layer from those of its tensors; nan where it has no such tensor."""
+    def root_sums(values: Floats, chosen: Mask) -> Floats:
+        """Returns the norm of every layer from those of its tensors; NaN if it has no such tensor."""
         largest = float(np.nanmax(np.abs(values), initial=0.0)) or 1.0
-        roots = largest * np.sqrt(self._sums(np.square(np.where(np.isfinite(values), values, 0.0) / largest), chosen))
-        present = self._sums(np.ones((1, values.shape[1])), chosen)[0] > 0
-        return np.where(present, roots, np.nan)
+        roots = largest * np.sqrt(sums(np.square(np.where(np.isfinite(values), values, 0.0) / largest), chosen))
+        return np.where(sums(np.ones((1, len(tensors))), chosen)[0] > 0, roots, np.nan)
+
+    readings, broken = late("grad/norm"), record.series("grad/nonfinite").since(since).values > 0
+    norms = _median(root_sums(readings, trained))
+    sizes = sums(np.array([[float(info.numel) for info in tensors]]), trained)[0]
+    early = late("grad/norm", begin=(record.first_step + since) // 2, end=since)
+    before = _median(root_sums(early, trained)) if len(early) else missing
+    moved, weights = late("update/norm"), late("weight/norm")
+    count = min(len(moved), len(weights))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        growth = norms / before
+        ratios = root_sums(moved[len(moved) - count :], matrices) / root_sums(weights[len(weights) - count :], matrices)
+    source = record.gsnr_source
+    known = source in AT_ONE_POINT and source in run.sources("gsnr", "layers")
+    parts = [late(name, "layers", source) if known else missing[:0] for name in ("gsnr", "gsnr_low", "gsnr_high")]
+    return Layers(
+        record=record,
+        names=names,
+        since=since,
+        readings=len(readings),
+        share_broken=float(np.mean(broken)) if len(broken) else 0.0,
+        norms=norms,
+        rms=norms / np.sqrt(np.maximum(sizes, 1.0)),
+        growth=growth,
+        updates=_median(np.where(np.isfinite(ratios), ratios, np.nan)) if count else missing,
+        gsnr=tuple(part[-1] if len(part) else missing for part in parts),  # type: ignore[arg-type]
+    )
 
 
 def _median(values: Floats) -> Floats:

@@ -11,7 +11,6 @@ from gradvitals.advise.advice import Advice, CannotTell, Confidence, Figure, adv
 from gradvitals.advise.record import TROUBLE, Record
 from gradvitals.format import number, percent
 
-TOPIC = "learning_rate"
 NAMES = ("lr", "proposed", "ratio", "low", "high", "factor")
 
 LEAST, TARGET, MOST = 2e-3, 5e-3, 3e-2
@@ -26,7 +25,7 @@ UNSTABLE = frozenset({*TROUBLE, "lr_too_high", "dead_units", "clip_saturated"})
 """Findings of a warning or worse with which no higher rate is advised."""
 
 
-@advises_on(TOPIC, NAMES)
+@advises_on("learning_rate", NAMES)
 def advise_learning_rate(record: Record) -> Advice:
     """Returns whether the peak learning rate suits the size of the weights."""
     frozen = sum(info.frozen for info in record.run.tensors)
@@ -60,7 +59,6 @@ def advise_learning_rate(record: Record) -> Advice:
     clear = len(middle) >= SURE_READINGS and not (low <= LEAST <= high or low <= MOST <= high)
     confidence: Confidence = "fair" if clear else "low"
     return Advice(
-        topic=TOPIC,
         answer=_answer(peak, proposed, ratio),
         confidence=confidence,
         because=f"{len(middle)} readings in the middle of the run; the healthy update size differs between models",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -160,15 +159,33 @@ class Record:
         return self._averages(LATE_READINGS)
 
     def _averages(self, last: int | None) -> tuple[Average, ...]:
-        source = self.gsnr_source
+        run, source = self.run, self.gsnr_source
         if source not in AT_ONE_POINT:
             return ()
-        found = list(_averages(self.run, source, self.window, last))
+        steps, sizes = run.batch_sizes("gsnr", source=source)
+        steps, sizes = steps[-(last or 0) :], sizes[-(last or 0) :]
+        known, unknown = run.metrics("values"), np.full(len(steps), np.nan)
+
+        def at(metric: str, source: Source | None = None) -> Floats:
+            # A run that is being written grows from one question to the next: answers are matched by their steps.
+            return Series(*run.series(metric, source=source)).at(steps) if metric in known else unknown
+
+        parts = {name: at(name, source) for name in ("gsnr", "gsnr_low", "gsnr_high")}
+        ratios = at("grad/spike_ratio")
+        wholes = Series(*run.batch_sizes("grad/norm")).at(steps) if "grad/norm" in known else unknown
+        taken, found = Averages(window=self.window), []
+        for i, step in enumerate(steps.tolist()):
+            values = {name: float(part[i]) for name, part in parts.items()}
+            reading = Reading(step=step, time=0.0, source=source, batch_size=float(sizes[i]), values=values)
+            ratio = {"grad/spike_ratio": float(ratios[i])}
+            whole = Reading(step=step, time=0.0, batch_size=float(wholes[i]), values=ratio)
+            found.append(taken.take(reading, whole))
+        averages = [average for average in found if average is not None]
         same = 0
-        for i, (a, b) in enumerate(pairwise(found), 1):
+        for i, (a, b) in enumerate(pairwise(averages), 1):
             if not (same_size(a.batch_size, b.batch_size) and same_size(a.step_size, b.step_size)):
                 same = i
-        return tuple(found[same:])
+        return tuple(averages[same:])
 
 
 def steps_spanned(run: Run, steps: Steps) -> int:
@@ -205,32 +222,3 @@ def apart(averages: Iterable[Average]) -> tuple[Average, ...]:
         if not kept or average.step < kept[-1].begins:
             kept.append(average)
     return tuple(reversed(kept))
-
-
-def _averages(run: Run, source: Source, window: int, last: int | None) -> Iterable[Average]:
-    """Every live GSNR of one source, or the last so many, with what each is an average over."""
-    steps, sizes = run.batch_sizes("gsnr", source=source)
-    steps, sizes = steps[-(last or 0) :], sizes[-(last or 0) :]
-    parts = {name: _at(run, name, steps, source) for name in ("gsnr", "gsnr_low", "gsnr_high")}
-    ratios, wholes = _at(run, "grad/spike_ratio", steps), _sizes_at(run, steps)
-    averages = Averages(window=window)
-    for i, step in enumerate(steps.tolist()):
-        values = {name: part[i] for name, part in parts.items()}
-        reading = Reading(step=step, time=0.0, source=source, batch_size=float(sizes[i]), values=values)
-        whole = Reading(step=step, time=0.0, batch_size=wholes[i], values={"grad/spike_ratio": ratios[i]})
-        average = averages.take(reading, whole)
-        if average is not None:
-            yield average
-
-
-# A run that is being written grows from one question to the next: answers are matched by their steps.
-
-
-def _at(run: Run, metric: str, steps: Steps, source: str | None = None) -> list[float]:
-    known = metric in run.metrics("values")
-    return Series(*run.series(metric, source=source)).at(steps).tolist() if known else [math.nan] * len(steps)
-
-
-def _sizes_at(run: Run, steps: Steps) -> list[float]:
-    known = "grad/norm" in run.metrics("values")
-    return Series(*run.batch_sizes("grad/norm")).at(steps).tolist() if known else [math.nan] * len(steps)

@@ -9,11 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from gradvitals.advise.advice import Advice, CannotTell, Confidence, Figure, advises_on, rounded_up
-from gradvitals.advise.record import Floats, Record, Series
+from gradvitals.advise.record import Floats, Record
 from gradvitals.diagnose.history import fall
 from gradvitals.format import number
 
-TOPIC = "warmup"
 NAMES = ("steps", "used", "peak_lr", "peak_step", "norms_settled", "updates_settled", "gsnr_seen", "harm")
 """`steps` is the length advised, `used` the one in use, both in steps; the others are what they rest on."""
 
@@ -54,7 +53,7 @@ class Start(NamedTuple):
     """What went wrong in the first steps; empty if nothing did."""
 
 
-@advises_on(TOPIC, NAMES)
+@advises_on("warmup", NAMES)
 def advise_warmup(record: Record) -> Advice:
     """Returns how long the learning rate should rise, by how this run began."""
     start = _start(record)
@@ -64,7 +63,6 @@ def advise_warmup(record: Record) -> Advice:
         raise CannotTell("norms and updates were still changing fast when the run ended", figures)
     steps, answer, confidence, because = _answer(record, start, max(known))
     return Advice(
-        topic=TOPIC,
         answer=answer,
         confidence=confidence,
         because=because,
@@ -118,26 +116,18 @@ def noise_of(values: Floats) -> float:
     return float(np.median(np.abs(changes))) / 0.6745 / math.sqrt(2) if len(changes) > 1 else 0.0
 
 
-def _warmup_used(lr: Series) -> int:
-    """Steps of the warmup that the run had."""
-    peak = float(lr.values.max())
-    if lr.values[0] >= 0.9 * peak:
-        return 0
-    below = int(np.argmax(lr.values >= FULL * peak))
-    return below + int(lr.values[0] > 0)  # one that begins at peak / n is at its height in its n-th step
-
-
 def _start(record: Record) -> Start:
     if record.first_step > 0:
         raise CannotTell(f"the record starts at step {record.first_step:,} and does not show how training started")
     if not len(record.lr):
         raise CannotTell("the run has no learning rate")
     if len(record.norms) < 4 * WINDOW:
-        why = f"it needs {4 * WINDOW:,} steps, and the run has {len(record.norms):,}"
-        raise CannotTell(why)
+        raise CannotTell(f"it needs {4 * WINDOW:,} steps, and the run has {len(record.norms):,}")
     if record.lr.values.max() <= 0:
         raise CannotTell("the learning rate is zero")
-    used = _warmup_used(record.lr)
+    peak, first = float(record.lr.values.max()), float(record.lr.values[0])
+    # A warmup that begins at peak / n is at its height in its n-th step.
+    used = int(np.argmax(record.lr.values >= FULL * peak)) + int(first > 0) if first < 0.9 * peak else 0
     if used > 0.9 * len(record.lr):
         raise CannotTell("the learning rate was still rising when the run ended")
     moves = record.series("update/rms")
@@ -150,7 +140,6 @@ def _start(record: Record) -> Start:
     updates = settled_after(usable)
     restless = ["norms"] if norms is None else []
     restless += ["updates"] if updates is None and len(usable) >= 4 * WINDOW else []
-    peak = float(record.lr.values.max())
     return Start(used, peak, norms, updates, signal, " and ".join(restless), seen, _harm(record, used))
 
 
@@ -210,12 +199,8 @@ def _answer(record: Record, start: Start, settled: int) -> tuple[int, str, Confi
         return used, answer, "fair" if used else "low", single
     if settled <= WINDOW:
         text = f"A warmup of {used:,} steps is" if used else "No warmup is"
-        return (
-            used,
-            f"{text} enough, as far as this run shows: everything settled within {settled} steps.",
-            "low",
-            single,
-        )
+        answer = f"{text} enough, as far as this run shows: everything settled within {settled} steps."
+        return used, answer, "low", single
     until_settled = record.first_step + settled + WINDOW
     fell, error = fall(record.loss.chosen(record.loss.steps < until_settled).values)
     if fell > 2 * error:

@@ -49,13 +49,23 @@ class Command(Alert):
 
     def send(self, message: Message) -> None:
         """Run it and wait for its end."""
+        finding = message.finding
+        variables = {
+            "TITLE": message.title,
+            "TEXT": message.text,
+            "ID": finding.id,
+            "SEVERITY": finding.severity,
+            "RUN": message.run,
+            "STEP": finding.first_step,
+            "RESOLVED": int(message.resolved),
+        }
         content = json.dumps(message.to_json(), allow_nan=False, default=str).encode()
         process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, **_variables(message)},
+            env={**os.environ, **{f"GRADVITALS_{name}": str(value) for name, value in variables.items()}},
             start_new_session=True,
         )
         try:
@@ -65,19 +75,6 @@ class Command(Alert):
             raise AlertError(f"{self._command[0]} had not ended after {self._timeout:g} s, and was ended") from None
         if process.returncode != 0:
             raise AlertError(f"{self._command[0]} ended with status {process.returncode}")
-
-
-def _variables(message: Message) -> dict[str, str]:
-    finding = message.finding
-    return {
-        "GRADVITALS_TITLE": message.title,
-        "GRADVITALS_TEXT": message.text,
-        "GRADVITALS_ID": finding.id,
-        "GRADVITALS_SEVERITY": finding.severity,
-        "GRADVITALS_RUN": message.run,
-        "GRADVITALS_STEP": str(finding.first_step),
-        "GRADVITALS_RESOLVED": str(int(message.resolved)),
-    }
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -53,7 +53,9 @@ class Webhook(Alert):
         expect(timeout > 0, "timeout", timeout, "a number of seconds above 0")
         expect(retries >= 0, "retries", retries, "0 or more")
         expect(backoff >= 0, "backoff", backoff, "a number of seconds, 0 or more")
-        self.kind = _kind_of(host) if kind == "auto" else kind
+        known = {"slack.com": "slack", "discord.com": "discord", "discordapp.com": "discord"}
+        guessed = (name for domain, name in known.items() if f".{host}".endswith(f".{domain}"))
+        self.kind = next(guessed, "json") if kind == "auto" else kind
         self.name = f"Webhook({host})"
         self._host = host
         self._url = url
@@ -145,12 +147,6 @@ def _host(url: str) -> str:
     if not valid:
         raise ConfigError("that is not a URL to post to; expected one such as https://hooks.slack.com/services/...")
     return str(parts.hostname)
-
-
-def _kind_of(host: str) -> Literal["slack", "discord", "json"]:
-    if host == "hooks.slack.com" or host.endswith(".slack.com"):
-        return "slack"
-    return "discord" if host in ("discord.com", "discordapp.com") or host.endswith(".discord.com") else "json"
 
 
 def _seconds(header: str | None) -> float:

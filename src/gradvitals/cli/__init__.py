@@ -1,4 +1,4 @@
-"""The `gradvitals` command. Each subcommand is a file of this folder, and imports what it needs when it runs."""
+"""The `gradvitals` command. A subcommand imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ COMMANDS = {
     "bench": "Measure what monitoring costs on this machine.",
 }
 """Each with what the list of commands shows, in the order of use. Nothing is imported to print it."""
-MODULES = {"import": "importing"}
-"""Files that are not called like their command: `import` is a word of Python's."""
+ON_RUNS = ("watch", "serve", "report", "advise", "diff", "ls", "export", "mcp")
+MODULES = {"import": "importing", **dict.fromkeys(ON_RUNS, "runs")}
+"""Files that are not called like their command."""
 
 
 class Commands(click.Group):
-    """Finds a subcommand in the file of its name; prints an error in one line."""
+    """Finds a subcommand in its file; prints an error in one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """All names, for the help page."""
@@ -65,22 +66,15 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
+    def main(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any
     ) -> Any:
         """Run and exit: 0 when all went well, 2 with one line on stderr when the request could not be met."""
-        extra["windows_expand_args"] = windows_expand_args
-        name = prog_name or "gradvitals"
-        if not standalone_mode:
-            return super().main(args, name, complete_var, standalone_mode=False, **extra)
+        exits, name = extra.pop("standalone_mode", True), prog_name or "gradvitals"
+        if not exits:
+            return super().main(args, name, standalone_mode=False, **extra)
         try:
-            result = super().main(args, name, complete_var, standalone_mode=False, **extra)
+            result = super().main(args, name, standalone_mode=False, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             sys.exit(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -71,22 +70,17 @@ def doctor(
             raise click.UsageError("--format markdown is for a run; the documentation has a page per rule.", ctx)
         _show_rules(rule, verbose=verbose, as_json=as_json)
         return 0
-    return _judge(
-        resolve(run), "json" if as_json else chosen, fail_on, again=again, verbose=verbose, all_checks=all_checks
-    )
 
-
-def _judge(path: Path, form: str, fail_on: Severity, *, again: bool, verbose: bool, all_checks: bool) -> int:
     from gradvitals.report.report import Report
     from gradvitals.store.reader import open_run
 
-    with open_run(path) as opened:
+    with open_run(resolve(run)) as opened:
         with replay_bar(opened.last_step or 0) as on_step:
             report = Report(opened, again=again, on_step=on_step)
             failed = report.verdict.reaches(fail_on)
-        if form == "json":
+        if as_json:
             print_json({**report.to_json(), "fail_on": fail_on, "failed": failed})
-        elif form == "markdown":
+        elif chosen == "markdown":
             from gradvitals.report.markdown import render_markdown
 
             click.echo(render_markdown(report, verbose=verbose or all_checks), nl=False)

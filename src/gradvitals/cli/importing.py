@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from gradvitals.cli.output import json_option, print_json
-
-if TYPE_CHECKING:
-    from gradvitals.importing import Imported
 
 
 @click.command("import")
@@ -42,6 +38,7 @@ def import_(source: Path, run: Path | None, mapped: tuple[str, ...], as_json: bo
       gradvitals import history.csv --map train_nll=loss --run runs/old
       gradvitals doctor runs/old
     """
+    from gradvitals.format import clean
     from gradvitals.importing import import_run
 
     columns = {}
@@ -53,15 +50,8 @@ def import_(source: Path, run: Path | None, mapped: tuple[str, ...], as_json: bo
     done = import_run(source, run, columns=columns)
     if as_json:
         print_json(done.to_json())
-    else:
-        _print_summary(done)
-
-
-def _print_summary(done: Imported) -> None:
-    from gradvitals.report.format import clean
-
+        return
     read = ", ".join(f"{metric} from {column!r}" for metric, column in done.columns.items())
-    click.echo(clean(f"{done.steps:,} steps of {done.source} ({done.kind}): {read}"))
-    for note in done.notes:
-        click.echo(clean(f"Note: {note}"))
-    click.echo(clean(f"Kept in {done.run}. Now: gradvitals doctor {done.run}"))
+    lines = [f"{done.steps:,} steps of {done.source} ({done.kind}): {read}", *(f"Note: {note}" for note in done.notes)]
+    for line in (*lines, f"Kept in {done.run}. Now: gradvitals doctor {done.run}"):
+        click.echo(clean(line))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -96,13 +97,6 @@ def run(
 
 def _check(sinks: tuple[str, ...], alerts: tuple[str, ...]) -> None:
     """Report a text that means nothing before the script starts."""
-    if sinks:
-        from gradvitals.sinks import from_text as sink
-
-        for text in sinks:
-            sink(text)
-    if alerts:
-        from gradvitals.alerts import from_text as alert
-
-        for text in alerts:
-            alert(text)
+    for package, texts in (("sinks", sinks), ("alerts", alerts)):
+        for text in texts:
+            import_module(f"gradvitals.{package}").from_text(text)

@@ -50,7 +50,7 @@ from gradvitals.guard.ranks import Ranks
 from gradvitals.guard.snapshot import HostCopy, Snapshot, SnapshotManager, resolve
 from gradvitals.guard.training_state import TrainingState, dense
 from gradvitals.monitor import Monitor
-from gradvitals.report.describe import GUARD_KINDS, summarize_actions
+from gradvitals.report.format import GUARD_KINDS, summarize_actions
 from gradvitals.schedules import lr_factors
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action

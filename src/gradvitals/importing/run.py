@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,12 @@ def choose(columns: Sequence[str], named: Mapping[str, str], *, has_steps: bool 
     free = [column for column in columns if column not in taken]
     for column in free:  # a history that gradvitals wrote
         own = column.removeprefix("metrics/").removeprefix("gradvitals/")
-        if own in KNOWN and own not in chosen:
-            chosen[own] = column
-    for metric, names in NAMES.items():
+        if own in KNOWN:
+            chosen.setdefault(own, column)
+    for metric in NAMES:
         if metric not in chosen and not (has_steps and metric in (STEP, TIME)):
-            found = _guess(metric, names, free)
-            if found is not None:
-                chosen[metric] = found
+            found = _guess(metric, free)
+            chosen |= {metric: found} if found is not None else {}
     if not chosen.keys() & {"loss", "grad/norm"}:
         raise ImportSourceError(
             f"no column is known to be the loss or the gradient norm; found {listed(columns)}. "
@@ -95,28 +94,18 @@ def _metric_called(name: str) -> str:
     return next((metric for metric, names in NAMES.items() if _small(name) in names), name)
 
 
-def _guess(metric: str, names: Sequence[str], columns: Iterable[str]) -> str | None:
-    by_name: dict[str, list[str]] = {}
-    for column in columns:
-        by_name.setdefault(_small(column), []).append(column)
-    for name in names:
-        if len(by_name.get(name, ())) > 1:
-            raise _unclear(metric, by_name[name])
-        if name in by_name:
-            return by_name[name][0]
-    if metric != "loss":
-        return None
-    like = [own for name, own in by_name.items() if "loss" in name.split("_") and not NOT_OF_TRAINING.search(name)]
-    maybe = [column for columns_of_name in like for column in columns_of_name]
+def _guess(metric: str, columns: Sequence[str]) -> str | None:
+    small = {column: _small(column) for column in columns}
+    called = next((name for name in NAMES[metric] if name in small.values()), None)
+    maybe = [column for column in columns if small[column] == called]
+    if metric == "loss" and called is None:
+        like = [column for column in columns if "loss" in small[column].split("_")]
+        maybe = [column for column in like if not NOT_OF_TRAINING.search(small[column])]
     if len(maybe) > 1:
-        raise _unclear(metric, maybe)
+        raise ImportSourceError(
+            f"several columns may be the {metric}: {listed(maybe)}. Say which: --map {maybe[0]}={metric}"
+        )
     return maybe[0] if maybe else None
-
-
-def _unclear(metric: str, columns: Sequence[str]) -> ImportSourceError:
-    return ImportSourceError(
-        f"several columns may be the {metric}: {listed(columns)}. Say which: --map {columns[0]}={metric}"
-    )
 
 
 def _small(column: str) -> str:
@@ -148,15 +137,8 @@ class Imported:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain JSON values."""
-        return {
-            "run": str(self.run),
-            "source": str(self.source),
-            "kind": self.kind,
-            "columns": dict(self.columns),
-            "steps": self.steps,
-            "findings": [finding.to_json() for finding in self.findings],
-            "notes": list(self.notes),
-        }
+        own = {**vars(self), "run": str(self.run), "source": str(self.source)}
+        return {**own, "findings": [finding.to_json() for finding in self.findings]}
 
 
 def import_run(

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
@@ -68,7 +68,9 @@ class Entry:
         start = f" Silent for the first {self.min_steps:,} steps." if self.min_steps else ""
         end = f" Resolves after {self.closes_after:,} clean step{'' if self.closes_after == 1 else 's'}."
         end = end if self.closes_after < NEVER else " Stays open until the run ends."
-        return f"{severity}Needs {_listed(map(_metric, self.needs), 'and')}.{start}{end}"
+        parts = (needed.split(":") for needed in self.needs)
+        needs = _listed((f"`{metric}`" + "".join(f" of {part}" for part in of) for *of, metric in parts), "and")
+        return f"{severity}Needs {needs}.{start}{end}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as plain JSON values."""
@@ -76,27 +78,27 @@ class Entry:
         return {**own, "settings": {s.name: {"default": s.default, "text": s.text} for s in self.settings}}
 
 
+def _notice(
+    name: str,
+    title: str,
+    severities: tuple[Severity, ...],
+    pattern: str,
+    causes: tuple[str, ...],
+    fixes: tuple[str, ...],
+) -> Entry:
+    return Entry(id=name, family=NOTICE, name=title, severities=severities, pattern=pattern, causes=causes, fixes=fixes)
+
+
+# fmt: off
 _NOTICES = (
-    Entry(
-        id="training_stopped",
-        family=NOTICE,
-        name="Training stopped",
-        pattern=(
-            "The training loop ended with an exception or was stopped manually. Recorded when a `with` block ends or "
-            "the program exits."
-        ),
+    _notice("training_stopped", "Training stopped", ("info", "critical"),
+        "The training loop ended with an exception or was stopped manually. Recorded when a `with` block ends or the "
+        "program exits.",
         causes=("the error in its title; manually means Ctrl-C or sys.exit",),
-        fixes=("look at earlier findings: a NaN, a spike, a lost rank",),
-        severities=("info", "critical"),
-    ),
-    Entry(
-        id="run_cut_off",
-        family=NOTICE,
-        name="Run cut off",
-        pattern=(
-            "The run was not closed, and its process is gone. Found when the run is read, because a killed process "
-            "cannot report it."
-        ),
+        fixes=("look at earlier findings: a NaN, a spike, a lost rank",)),
+    _notice("run_cut_off", "Run cut off", ("warning",),
+        "The run was not closed, and its process is gone. Found when the run is read, because a killed process "
+        "cannot report it.",
         causes=(
             "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
             "the files were copied while the run was active, or the disk is full and nothing more can be written",
@@ -104,138 +106,70 @@ _NOTICES = (
         fixes=(
             "check the end of its output and the log of the system or scheduler for what killed it",
             "restart from the last checkpoint with watch(..., resume=True), which continues the record",
-        ),
-        severities=("warning",),
-    ),
-    Entry(
-        id="ranks_lost",
-        family=NOTICE,
-        name="Ranks lost",
-        pattern="Other ranks stopped responding, so their readings are missing from then on.",
+        )),
+    _notice("ranks_lost", "Ranks lost", ("critical",),
+        "Other ranks stopped responding, so their readings are missing from then on.",
         causes=("a process died or hangs", "the network between hosts is down", "ranks take different steps"),
-        fixes=("look at the output of the missing rank", "under torchrun, let it restart all ranks"),
-        severities=("critical",),
-    ),
-    Entry(
-        id="source_unavailable",
-        family=NOTICE,
-        name="Source not available",
-        pattern="A source of GSNR, or another measurement that was requested, is not available in this run.",
+        fixes=("look at the output of the missing rank", "under torchrun, let it restart all ranks")),
+    _notice("source_unavailable", "Source not available", ("info",),
+        "A source of GSNR, or another measurement that was requested, is not available in this run.",
         causes=(
             "no micro-batches, one process, or an optimizer without Adam-like moments",
             "overhead_budget with several ranks: all must read the same steps",
         ),
         fixes=(
-            (
-                "no action needed if another source is available; otherwise see the documentation for what each source "
-                "needs"
-            ),
-        ),
-        severities=("info",),
-    ),
-    Entry(
-        id="readings_thinned",
-        family=NOTICE,
-        name="Readings thinned",
-        pattern=(
-            "Monitoring exceeded Config.overhead_budget (2% of the step time by default on a CPU), so gradvitals reads "
-            "tensors less often or skips steps."
-        ),
+            "no action needed if another source is available; otherwise see the documentation for what each source "
+            "needs",
+        )),
+    _notice("readings_thinned", "Readings thinned", ("info",),
+        "Monitoring exceeded Config.overhead_budget (2% of the step time by default on a CPU), so gradvitals reads "
+        "tensors less often or skips steps.",
         causes=("the model has many small tensors, or steps are very short",),
-        fixes=("raise overhead_budget (1 removes the limit), or choose fewer metrics",),
-        severities=("info",),
-    ),
-    Entry(
-        id="monitor_error",
-        family=NOTICE,
-        name="Internal error",
-        pattern="A part of gradvitals, or a rule, raised an error and is disabled from then on. Training continues.",
+        fixes=("raise overhead_budget (1 removes the limit), or choose fewer metrics",)),
+    _notice("monitor_error", "Internal error", ("warning",),
+        "A part of gradvitals, or a rule, raised an error and is disabled from then on. Training continues.",
         causes=("a bug in gradvitals or in one of your own rules", "an unsupported model or optimizer"),
-        fixes=("run `gradvitals report --json` for the traceback; unless the rule is yours, please report it",),
-        severities=("warning",),
-    ),
-    Entry(
-        id="observe_ignored",
-        family=NOTICE,
-        name="Observed value is not a loss",
-        pattern=(
-            "Monitor.observe received something other than a tensor or a number. gradvitals ignores that call; "
-            "training continues, and later calls count."
-        ),
+        fixes=("run `gradvitals report --json` for the traceback; unless the rule is yours, please report it",)),
+    _notice("observe_ignored", "Observed value is not a loss", ("warning",),
+        "Monitor.observe received something other than a tensor or a number. gradvitals ignores that call; training "
+        "continues, and later calls count.",
         causes=("the loop passed a string, a list or a whole model output instead of the loss",),
-        fixes=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",),
-        severities=("warning",),
-    ),
-    Entry(
-        id="no_steps",
-        family=NOTICE,
-        name="No steps",
-        pattern="The loop continues but skips every batch, so the optimizer takes no more steps.",
+        fixes=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",)),
+    _notice("no_steps", "No steps", ("critical",),
+        "The loop continues but skips every batch, so the optimizer takes no more steps.",
         causes=(
             "the loop skips batches that are NaN or infinite, and now all of them are: the weights are NaN or Inf",
         ),
-        fixes=("stop, and restore a checkpoint from before the first skipped batch; gv.Guard can do that",),
-        severities=("critical",),
-    ),
-    Entry(
-        id="optimizer_remade",
-        family=NOTICE,
-        name="Optimizer created at every step",
-        pattern=(
-            "The script creates a new optimizer for the same weights at nearly every step. `gradvitals run` then stops "
-            "watching them."
-        ),
+        fixes=("stop, and restore a checkpoint from before the first skipped batch; gv.Guard can do that",)),
+    _notice("optimizer_remade", "Optimizer created at every step", ("critical",),
+        "The script creates a new optimizer for the same weights at nearly every step. `gradvitals run` then stops "
+        "watching them.",
         causes=(
             "the optimizer is created inside the training loop, so momentum and moments start from zero every time",
         ),
-        fixes=("create the optimizer once, before the training loop",),
-        severities=("critical",),
-    ),
-    Entry(
-        id="clipped_twice",
-        family=NOTICE,
-        name="Clipped twice",
-        pattern="The loop clips gradients, and an optimizer with max_norm clips them again. The lower limit wins.",
+        fixes=("create the optimizer once, before the training loop",)),
+    _notice("clipped_twice", "Clipped twice", ("info",),
+        "The loop clips gradients, and an optimizer with max_norm clips them again. The lower limit wins.",
         causes=("the loop calls clip_grad_norm_, and the optimizer has max_norm set",),
-        fixes=("remove one of them: the higher limit changes nothing; `gradvitals advise` suggests a limit",),
-        severities=("info",),
-    ),
-    Entry(
-        id="store_error",
-        family=NOTICE,
-        name="Run cannot be written",
-        pattern="gradvitals could not write readings. Training continues, and gradvitals keeps trying.",
+        fixes=("remove one of them: the higher limit changes nothing; `gradvitals advise` suggests a limit",)),
+    _notice("store_error", "Run cannot be written", ("warning",),
+        "gradvitals could not write readings. Training continues, and gradvitals keeps trying.",
         causes=("the disk is full, the folder is not writable, or the file was damaged",),
-        fixes=("free space, or pass another folder as run=...",),
-        severities=("warning",),
-    ),
-    Entry(
-        id="sink_error",
-        family=NOTICE,
-        name="Sink or alert failed",
-        pattern="A sink (TensorBoard, W&B and the like) or an alert failed, or was too slow for the run. Training "
-        "continues, and the run's own folder has everything.",
+        fixes=("free space, or pass another folder as run=...",)),
+    _notice("sink_error", "Sink or alert failed", ("info", "warning"),
+        "A sink (TensorBoard, W&B and the like) or an alert failed, or was too slow for the run. Training continues, "
+        "and the run's own folder has everything.",
         causes=(
             "the network or the service is down, a disk is full, or settings are wrong",
             "the sink takes longer than a training step",
         ),
-        fixes=("check the error in its title; a failed sink stays off for this run, but later alerts are still sent",),
-        severities=("info", "warning"),
-    ),
-    Entry(
-        id="rank_lr_differs",
-        family=NOTICE,
-        name="Learning rates differ",
-        pattern="A rank uses a different learning rate than the first one.",
+        fixes=("check the error in its title; a failed sink stays off for this run, but later alerts are still sent",)),
+    _notice("rank_lr_differs", "Learning rates differ", ("critical",),
+        "A rank uses a different learning rate than the first one.",
         causes=("the rank builds its optimizer or schedule from different settings",),
-        fixes=("build optimizer and schedule the same way on every rank",),
-        severities=("critical",),
-    ),
-    Entry(
-        id="guard_error",
-        family=NOTICE,
-        name="Guard stopped",
-        pattern="The Guard stopped, gave up on a run, or does not see the steps of an optimizer.",
+        fixes=("build optimizer and schedule the same way on every rank",)),
+    _notice("guard_error", "Guard stopped", ("warning", "critical"),
+        "The Guard stopped, gave up on a run, or does not see the steps of an optimizer.",
         causes=(
             "an error inside gradvitals",
             "the weights were broken before the first step, or every batch makes the loss NaN",
@@ -244,20 +178,14 @@ _NOTICES = (
         fixes=(
             "look at the data and the loss of the first step",
             "call backward before optimizer.step(), without a closure",
-        ),
-        severities=("warning", "critical"),
-    ),
-    Entry(
-        id="snapshot_error",
-        family=NOTICE,
-        name="Snapshot not saved",
-        pattern="The Guard could not write a snapshot; it keeps trying.",
+        )),
+    _notice("snapshot_error", "Snapshot not saved", ("warning",),
+        "The Guard could not write a snapshot; it keeps trying.",
         causes=("the folder is missing, full or not writable",),
-        fixes=("free space, or give the Guard another folder",),
-        severities=("warning",),
-    ),
+        fixes=("free space, or give the Guard another folder",)),
 )
-NOTICES: dict[str, Entry] = {entry.id: entry for entry in _NOTICES}
+# fmt: on
+NOTICES: dict[str, Entry] = {notice.id: notice for notice in _NOTICES}
 """Findings that no rule makes: how a run ended, and what gradvitals reports about itself."""
 
 
@@ -319,20 +247,10 @@ def passed_text(rule: str) -> str:
 
 
 NAMED = {
-    "first": "the tensor",
-    "where": "the tensors",
-    "layer": "that layer",
-    "who": "one rank",
-    "what": "values",
-    "unread": "The steps before it were",
-    "known_loss": "",
-    "instead": "",
-    "activation": "bounded activation",
-    "given": "something else",
-    "noise": "the noise scale",
-    "dtype": "adjacent",
-    "twin": "M",
-}
+    "first": "the tensor", "where": "the tensors", "layer": "that layer", "who": "one rank", "what": "values",
+    "unread": "The steps before it were", "known_loss": "", "instead": "", "activation": "bounded activation",
+    "given": "something else", "noise": "the noise scale", "dtype": "adjacent", "twin": "M",
+}  # fmt: skip
 """What stands in a text for a name of a run, and how it reads about no run in particular."""
 LOSS_FUNCTION = re.compile(r"\{loss\}(?= (?:applies|expects))|(?<=before )\{loss\}")
 ASIDE = re.compile(r" \((?!\{)[^()]*\{\w+[^{}]*\}[^()]*\)")
@@ -354,16 +272,8 @@ def without_numbers(text: str) -> str:
     """
     text = LOSS_FUNCTION.sub("the loss", CHANGE.sub(r"\1", ASIDE.sub("", text)))
     text = PLACEHOLDER.sub(lambda match: NAMED.get(match[1], "N%" if match[0].endswith(":%}") else "N"), text)
-    return (
-        text
-        if text.startswith(("optimizer.", "requires_grad", "zero_grad", "nll_loss"))
-        else text[:1].upper() + text[1:]
-    )
-
-
-def _metric(needed: str) -> str:
-    *of, metric = needed.split(":")
-    return f"`{metric}`" + "".join(f" of {part}" for part in of)
+    is_code = text.startswith(("optimizer.", "requires_grad", "zero_grad", "nll_loss"))
+    return text if is_code else text[:1].upper() + text[1:]
 
 
 def _listed(words: Iterable[str], last: str) -> str:
@@ -376,27 +286,13 @@ def _listed(words: Iterable[str], last: str) -> str:
 
 def _settings(rule: type[Rule]) -> tuple[Setting, ...]:
     texts: dict[str, str] = {}
-    for base in reversed(rule.__mro__):
-        texts |= _field_texts(base)
-    chosen = (f for f in fields(rule) if f.init)  # type: ignore[arg-type]
-    return tuple(Setting(name=f.name, default=_default(f), text=texts.get(f.name, "")) for f in chosen)
-
-
-def _default(field: Field[Any]) -> Any:
-    if field.default is not MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not MISSING else None
-
-
-def _field_texts(cls: type) -> dict[str, str]:
-    """Returns the string under each field of a class, which Python keeps in the source alone."""
-    texts: dict[str, str] = {}
-    for above, below in pairwise(_body(cls)):
+    for above, below in pairwise(part for base in reversed(rule.__mro__) for part in _body(base)):
         if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
-            value = below.value
+            value = below.value  # the string under a field, which Python keeps in the source alone
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 texts[above.target.id] = " ".join(value.value.split())
-    return texts
+    chosen = (f for f in fields(rule) if f.init)  # type: ignore[arg-type]
+    return tuple(Setting(name=f.name, default=getattr(rule, f.name, None), text=texts.get(f.name, "")) for f in chosen)
 
 
 def _severities(rule: type[Rule]) -> tuple[Severity, ...]:

@@ -16,7 +16,7 @@ from gradvitals.diagnose.rules.batch import BatchTooLarge, BatchTooSmall, Estima
 from gradvitals.report.format import number
 from gradvitals.report.verdict import RankedFinding
 from gradvitals.store.reader import Run
-from gradvitals.types import SOURCES, FloatArray
+from gradvitals.types import SOURCES
 
 NEGATIVE = "a true GSNR is never below 0: read a negative estimate as 0, no measurable signal"
 # Adam's second moment reaches back further than its first, and both treat the gradients of steps as independent.
@@ -71,8 +71,15 @@ def adam_memory(run: Run) -> str:
         return ""
     record = Record(run)
     readings = run.series("gsnr", source="adam")[0]
-    spikes = _spikes_adam_saw(record)
-    huge = spikes.chosen((spikes.values >= HUGE) & (spikes.steps <= (readings[-1] if readings.size else -1)))
+    ratios = record.series("grad/spike_ratio")
+    norms, limits, skipped, left_out = (
+        record.series(metric).at(ratios.steps)
+        for metric in ("grad/norm", "clip/max_norm", "step/skipped", "step/left_out")
+    )
+    with np.errstate(invalid="ignore", divide="ignore"):  # of the gradients that Adam took in, after clipping
+        clipped = np.where(limits < norms, ratios.values * limits / norms, ratios.values)
+        is_huge = (clipped >= HUGE) & np.isfinite(clipped) & (skipped != 1) & (left_out != 1)
+    huge = Series(ratios.steps, clipped).chosen(is_huge & (ratios.steps <= (readings[-1] if readings.size else -1)))
     if not len(huge):
         return ""
     known = record.facts.betas
@@ -90,20 +97,6 @@ def adam_memory(run: Run) -> str:
     )
 
 
-def _spikes_adam_saw(record: Record) -> Series:
-    """Returns the spike ratio of each gradient that Adam took in: after clipping, without skipped steps."""
-    ratios = record.series("grad/spike_ratio")
-
-    def there(metric: str) -> FloatArray:
-        return record.series(metric).at(ratios.steps)
-
-    norms, limits = there("grad/norm"), there("clip/max_norm")
-    with np.errstate(invalid="ignore", divide="ignore"):
-        clipped = np.where(limits < norms, ratios.values * limits / norms, ratios.values)
-    made = (there("step/skipped") != 1) & (there("step/left_out") != 1)
-    return Series(ratios.steps, clipped).chosen(made & np.isfinite(clipped))
-
-
 def silent_rules(run: Run) -> dict[str, str]:
     """Returns, by the id of a rule, why its silence does not mean that the check passed.
 
@@ -118,17 +111,14 @@ def silent_rules(run: Run) -> dict[str, str]:
 def _unsure_batch(advice: Advice) -> dict[str, str]:
     if not advice.can_tell:
         return dict.fromkeys(("batch_too_small", "batch_too_large"), SCALE_UNKNOWN)
-    size, low, high, proposed = (advice.values[name] for name in ("batch_size", "low", "high", "proposed"))
-    found: dict[str, str] = {}
-    if not high < BatchTooSmall.factor * size:
-        found["batch_too_small"] = SCALE_UNKNOWN
-    elif proposed is not None and proposed > size:
-        found["batch_too_small"] = "not far too small, but `gradvitals advise` finds that a larger batch pays off"
-    if not size < BatchTooLarge.far * low:
-        found["batch_too_large"] = SCALE_UNKNOWN
-    elif proposed is not None and proposed < size:
-        found["batch_too_large"] = "not far too large, but `gradvitals advise` finds that a smaller batch is enough"
-    return found
+    size, low, high = (advice.values[name] for name in ("batch_size", "low", "high"))
+    proposed = advice.values["proposed"] or size
+    larger = "not far too small, but `gradvitals advise` finds that a larger batch pays off" if proposed > size else ""
+    less = "not far too large, but `gradvitals advise` finds that a smaller batch is enough" if proposed < size else ""
+    return {
+        "batch_too_small": larger if high < BatchTooSmall.factor * size else SCALE_UNKNOWN,
+        "batch_too_large": less if size < BatchTooLarge.far * low else SCALE_UNKNOWN,
+    }
 
 
 def _unsure_gsnr(record: Record) -> dict[str, str]:

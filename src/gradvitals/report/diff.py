@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,7 +55,7 @@ class CurveDiff:
     """The layer whose gradient norm this is."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Side:
     """One of the two runs."""
 
@@ -92,7 +92,20 @@ class RunDiff:
 
     def sentences(self) -> tuple[str, ...]:
         """Returns the differences in words, the most important first."""
-        return tuple(self._sentences())
+        lines = [] if self.common_steps else ["The runs have no steps in common, so their curves cannot be compared."]
+        lines += [line for curve in self.curves for line in _describe(curve)]
+        shown = list(self.settings.items())[:MAX_SETTINGS]
+        more = f" and {len(self.settings) - len(shown)} more" if len(self.settings) > len(shown) else ""
+        listed = ", ".join(f"{cut(name, 60)} {_value(a)} → {_value(b)}" for name, (a, b) in shown)
+        lines.append(f"Settings that differ (A → B): {listed}{more}." if shown else "All recorded settings are equal.")
+        for ids, where in ((self.lost, "A"), (self.gained, "B")):
+            names = (
+                f"{in_sentence(name_of(name))} [{name}]" + (f" ×{count}" if count > 1 else "")
+                for name, count in Counter(ids).items()
+            )
+            lines += [f"Only in {where}: {', '.join(names)}."] if ids else []
+        lines += [] if self.lost or self.gained else ["Both runs have the same findings."]
+        return tuple(lines)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the comparison as plain JSON values."""
@@ -114,24 +127,6 @@ class RunDiff:
         ]
         return "\n".join([*head, "", *map(clean, self.sentences())])
 
-    def _sentences(self) -> Iterator[str]:
-        if not self.common_steps:
-            yield "The runs have no steps in common, so their curves cannot be compared."
-        for curve in self.curves:
-            yield from _describe(curve)
-        shown = list(self.settings.items())[:MAX_SETTINGS]
-        if shown:
-            more = f" and {len(self.settings) - len(shown)} more" if len(self.settings) > len(shown) else ""
-            listed = ", ".join(f"{cut(name, 60)} {_value(a)} → {_value(b)}" for name, (a, b) in shown)
-            yield f"Settings that differ (A → B): {listed}{more}."
-        else:
-            yield "All recorded settings are equal."
-        for names, where in ((self.lost, "A"), (self.gained, "B")):
-            if names:
-                yield f"Only in {where}: {_counted(names)}."
-        if not self.lost and not self.gained:
-            yield "Both runs have the same findings."
-
 
 def diff(a: Run | str | os.PathLike[str], b: Run | str | os.PathLike[str], *, replay: bool = True) -> RunDiff:
     """Compare two runs: from which step on they are apart, and which settings and findings differ. Needs no torch.
@@ -147,20 +142,21 @@ def diff(a: Run | str | os.PathLike[str], b: Run | str | os.PathLike[str], *, re
     """
     with ExitStack() as stack:
         first, second = (run if isinstance(run, Run) else stack.enter_context(open_run(run)) for run in (a, b))
-        found = [diagnose_run(run).findings if replay else tuple(run.findings) for run in (first, second)]
-        sides = []
-        for run, findings in zip((first, second), found, strict=True):
+        sides, serious = [], []
+        for run in (first, second):
+            findings = diagnose_run(run).findings if replay else run.findings
             verdict = judge_run(run, findings)
-            about = {"level": verdict.level, "headline": verdict.headline}
-            sides.append(Side(run=str(run.path), steps=verdict.steps, **about))  # type: ignore[arg-type]
-        serious = [Counter(one.id for one in findings if one.severity != "info") for findings in found]
+            sides.append(Side(str(run.path), verdict.steps, verdict.level, verdict.headline))
+            serious.append(Counter(one.id for one in findings if one.severity != "info"))
+        left, right = _recorded(first), _recorded(second)
+        names = [name for name in {**left, **right} if not name.startswith(IGNORED)]
         common, curves = _curves(first, second)
         return RunDiff(
             a=sides[0],
             b=sides[1],
             common_steps=common,
             curves=tuple(curves),
-            settings=_settings(first, second),
+            settings={name: (left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)},
             gained=tuple((serious[1] - serious[0]).elements()),
             lost=tuple((serious[0] - serious[1]).elements()),
         )
@@ -192,12 +188,9 @@ def _first_layer(a: Run, b: Run) -> CurveDiff | None:
         by = ByLayer(run)
         places = [run.names("layers").index(name) for name in names]
         norms.append((steps, by.all_layers(by.norms(rows))[:, places]))
-    found: list[CurveDiff] = []
-    for place, name in enumerate(names):
-        steps, left, right = _aligned(*((steps, rows[:, place]) for steps, rows in norms))
-        if len(steps):
-            curve = _curve("grad/norm", steps, left, right, name)
-            found += [curve] if curve.step is not None else []
+    steps, left, right = _aligned(*norms)
+    curves = [_curve("grad/norm", steps, left[:, at], right[:, at], name) for at, name in enumerate(names)]
+    found = (curve for curve in curves if curve.step is not None)
     return min(found, key=lambda curve: curve.step or 0, default=None)
 
 
@@ -279,12 +272,6 @@ def _same(a: Floats, b: Floats) -> Any:
 # -- settings and words ----------------------------------------------------------------------------------------------
 
 
-def _settings(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
-    left, right = _recorded(a), _recorded(b)
-    names = [name for name in dict.fromkeys((*left, *right)) if not name.startswith(IGNORED)]
-    return {name: (left.get(name), right.get(name)) for name in names if left.get(name) != right.get(name)}
-
-
 def _recorded(run: Run) -> dict[str, Any]:
     """Returns everything a run was started with, under flat names."""
     meta = run.meta
@@ -302,36 +289,30 @@ def _recorded(run: Run) -> dict[str, Any]:
 
 
 def _flat(prefix: str, content: Any) -> dict[str, Any]:
-    if not isinstance(content, Mapping):
-        return {}
     found: dict[str, Any] = {}
-    for name, value in content.items():
-        nested = _flat(f"{prefix}{name}.", value)
-        found |= nested or {f"{prefix}{name}": value}
+    for name, value in content.items() if isinstance(content, Mapping) else ():
+        found |= _flat(f"{prefix}{name}.", value) or {f"{prefix}{name}": value}
     return found
 
 
 def _describe(curve: CurveDiff) -> Iterator[str]:
+    names, there = f"The {METRICS[curve.metric]}", f"{number(curve.a)} in A, {number(curve.b)} in B"
     if curve.layer is not None:
-        yield f"The first layer to diverge is {cut(curve.layer)}, at step {curve.step:,}: {_pair(curve.a, curve.b)}."
+        yield f"The first layer to diverge is {cut(curve.layer)}, at step {curve.step:,}: {there}."
         return
-    names = f"The {METRICS[curve.metric]}"
     if curve.first_difference is None:
         yield f"{names} are the same at every step."
         return
     if curve.step is None:
         yield f"{names} differ from step {curve.first_difference:,} on, but only within their noise."
     elif curve.step == curve.first_difference:
-        yield f"{names} diverge for good at step {curve.step:,}: {_pair(curve.a, curve.b)}."
+        yield f"{names} diverge for good at step {curve.step:,}: {there}."
     else:
         first = f"first differ at step {curve.first_difference:,} and diverge for good at step {curve.step:,}"
-        yield f"{names} {first}: {_pair(curve.a, curve.b)}."
+        yield f"{names} {first}: {there}."
     if curve.metric == "loss":
-        yield f"Final loss: {_pair(curve.final_a, curve.final_b)}{_change(curve.final_a, curve.final_b)}."
-
-
-def _pair(a: float, b: float) -> str:
-    return f"{number(a)} in A, {number(b)} in B"
+        a, b = curve.final_a, curve.final_b
+        yield f"Final loss: {number(a)} in A, {number(b)} in B{_change(a, b)}."
 
 
 def _change(a: float, b: float) -> str:
@@ -348,11 +329,3 @@ def _value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_value, value))})"
     return "none" if value is None else cut(number(value), 60)
-
-
-def _counted(ids: Sequence[str]) -> str:
-    counts = Counter(ids)
-    names = (
-        f"{in_sentence(name_of(name))} [{name}]" + (f" ×{count}" if count > 1 else "") for name, count in counts.items()
-    )
-    return ", ".join(names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -28,14 +27,6 @@ class ExportError(GradvitalsError):
     """The requested table cannot be made."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """Which part of a run to export; empty means all."""
-
-    kinds: Collection[str] = ()
-    metrics: Collection[str] = ()
-
-
 class Field(NamedTuple):
     """One column of one kind of row."""
 
@@ -54,14 +45,17 @@ class Field(NamedTuple):
         return {"kind": KINDS[self.kind], "source": self.source}
 
 
-def write_csv(run: Run, stream: IO[str], selection: Selection) -> int:
-    """Writes the table as CSV and returns the number of rows. A cell is empty if it was not measured."""
-    fields = _fields(run, selection)
-    header = _header(fields)
+def write_csv(run: Run, stream: IO[str], kinds: Collection[str] = (), metrics: Collection[str] = ()) -> int:
+    """Writes the table, or some kinds and metrics of it, as CSV. A cell is empty if it was not measured.
+
+    Returns:
+        The number of rows.
+    """
+    header, blocks = _table(run, kinds, metrics)
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(header)
     count = 0
-    for block in _blocks(run, fields):
+    for block in blocks:
         empty = [""] * len(block["step"])
         texts = [_as_text(block[name]) if name in block else empty for name in header]
         writer.writerows(zip(*texts, strict=True))
@@ -69,8 +63,11 @@ def write_csv(run: Run, stream: IO[str], selection: Selection) -> int:
     return count
 
 
-def write_parquet(run: Run, path: Path, selection: Selection) -> int:
-    """Writes the table as Parquet and returns the number of rows. A cell is null if it was not measured.
+def write_parquet(run: Run, path: Path, kinds: Collection[str] = (), metrics: Collection[str] = ()) -> int:
+    """Writes the table, or some kinds and metrics of it, as Parquet. A cell is null if it was not measured.
+
+    Returns:
+        The number of rows.
 
     Raises:
         ExportError: If pyarrow is not installed.
@@ -80,57 +77,46 @@ def write_parquet(run: Run, path: Path, selection: Selection) -> int:
         import pyarrow.parquet as pq
     except ImportError:
         raise ExportError("Parquet needs pyarrow; install it with: pip install 'gradvitals[parquet]'") from None
-    fields = _fields(run, selection)
+    header, blocks = _table(run, kinds, metrics)
     types = {"step": pa.int64(), "time": pa.float64()} | dict.fromkeys(("kind", "name", "stage"), pa.string())
-    schema = pa.schema([(name, types.get(name, pa.float32())) for name in _header(fields)])
+    schema = pa.schema([(name, types.get(name, pa.float32())) for name in header])
     count = 0
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-        for block in _blocks(run, fields):
-            size = len(block["step"])
-            arrays = [
-                pa.array(block[column.name], column.type, from_pandas=True)
-                if column.name in block
-                else pa.nulls(size, column.type)
-                for column in schema
-            ]
+        for block in blocks:
+            missing = [None] * len(block["step"])
+            arrays = [pa.array(block.get(each.name, missing), each.type, from_pandas=True) for each in schema]
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
-            count += size
+            count += len(missing)
     return count
 
 
-def _fields(run: Run, selection: Selection) -> list[Field]:
+def _table(run: Run, kinds: Collection[str], metrics: Collection[str]) -> tuple[list[str], Iterator[Columns]]:
+    """Returns the header, and the table in parts that fit in memory: kind after kind, each in order of steps."""
     available = run.metrics()
-    unknown = sorted(set(selection.metrics) - set(available))
+    unknown = sorted(set(metrics) - set(available))
     if unknown:
         raise ExportError(f"the run has no {', '.join(unknown)}; it has {', '.join(available) or 'no readings'}")
-    return [
+    fields = [
         Field(kind, metric, source)
         for kind, stored in KINDS.items()
-        if not selection.kinds or kind in selection.kinds
+        if not kinds or kind in kinds
         for metric in run.metrics(stored)
-        if not selection.metrics or metric in selection.metrics
+        if not metrics or metric in metrics
         for source in run.sources(metric, stored) or (None,)
     ]
 
+    def blocks() -> Iterator[Columns]:
+        for kind, stored in KINDS.items():
+            own = [field for field in fields if field.kind == kind]
+            names = np.array(run.names(stored), dtype=object)
+            steps = [run.times(field.metric, **field.where)[0] for field in own]
+            for window in windows(np.unique(np.concatenate(steps)), len(names) * len(own)) if own else ():
+                block = _block(run, own, names, window)
+                if len(block["step"]):
+                    yield block
 
-def _header(fields: list[Field]) -> list[str]:
-    metrics = dict.fromkeys(field.column for field in sorted(fields, key=lambda field: field.column))
-    sources = dict.fromkeys(f"batch_size:{field.source}" for field in fields if field.source is not None)
-    return [*KEYS, *metrics, *sources]
-
-
-def _blocks(run: Run, fields: list[Field]) -> Iterator[Columns]:
-    """Yields the table in parts that fit in memory: kind after kind, each in order of steps."""
-    for kind in KINDS:
-        own = [field for field in fields if field.kind == kind]
-        if not own:
-            continue
-        names = np.array(run.names(KINDS[kind]) if kind != "run" else [""], dtype=object)
-        whens = [run.times(field.metric, **field.where) for field in own]
-        for window in windows(np.unique(np.concatenate([steps for steps, _ in whens])), len(names) * len(own)):
-            block = _block(run, own, names, window)
-            if len(block["step"]):
-                yield block
+    sizes = dict.fromkeys(f"batch_size:{field.source}" for field in fields if field.source is not None)
+    return [*KEYS, *sorted({field.column for field in fields}), *sizes], blocks()
 
 
 def _block(run: Run, fields: list[Field], names: NDArray[Any], window: NDArray[np.int64]) -> Columns:

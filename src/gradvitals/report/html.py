@@ -10,14 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.report.charts import Axis, bar, interval_mark
-from gradvitals.report.describe import TITLE, evidence, summarize_actions, where
-from gradvitals.report.format import capitalized, cut, duration, number
+from gradvitals.report.charts import WIDE, Axis, Mark, bar, heatmap_figure, interval_mark, timeline, x_axis
+from gradvitals.report.format import TITLE, capitalized, cut, duration, number, summarize_actions, where
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
 from gradvitals.report.report import Checks, Report
 from gradvitals.report.series import Span, read_curves, read_heatmaps, span_of
-from gradvitals.report.summary import LayerRow, Summary
-from gradvitals.report.timeline import WIDTH, Mark, heatmap_figure, timeline, x_axis
+from gradvitals.report.summary import LARGE_SPIKE, Summary
 from gradvitals.report.verdict import LABELS, OnStep, RankedFinding, Verdict
 from gradvitals.store.reader import Run
 from gradvitals.types import Action, Finding
@@ -51,6 +49,7 @@ def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
     name = cut(run.path.resolve().name or str(run.path), 120)
     sections = [(title, part) for title, part in _sections(report) if part]
     links = [tag("a", title, href=f"#s{at}") for at, (title, _) in enumerate(sections)]
+    made = f"{cut(str(run.meta.get('version', '')), 40)} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     return document(
         f"{name}: gradvitals report",
         tag("h1", name),
@@ -58,15 +57,10 @@ def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
         _banner(report.verdict) if run.last_step is not None else tag("p", "No readings yet."),
         tag("nav", *links, aria_label="Sections") if links else None,
         *(tag("section", tag("h2", title, id=f"s{at}"), part) for at, (title, part) in enumerate(sections)),
-        tag("footer", _footer(run)),
+        tag("footer", f"Made by gradvitals {made}. Times are in optimizer steps."),
         styles=("page.css", "run_page.css"),
         script="run_page.js",
     )
-
-
-def _footer(run: Run) -> str:
-    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-    return f"Made by gradvitals {cut(str(run.meta.get('version', '')), 40)} on {now}. Times are in optimizer steps."
 
 
 def _banner(verdict: Verdict) -> Html:
@@ -81,8 +75,7 @@ def _sections(report: Report) -> Iterator[tuple[str, Part]]:
     has_readings, span = run.last_step is not None, span_of(run)
     if has_readings:
         replayed = "Recorded without diagnosis; replayed with the current rules." if report.diagnosed.replayed else None
-        note = tag("p", replayed, class_="dim") if replayed else None
-        yield "Findings", join([note, _findings(report.verdict)])
+        yield "Findings", join([tag("p", replayed, class_="dim") if replayed else None, _findings(report.verdict)])
         if report.actions:
             yield "Actions", _actions(report.actions)
     if has_readings and span is not None:
@@ -126,30 +119,25 @@ def _findings(verdict: Verdict) -> Html:
 
 
 def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
-    finding = item.finding
-    resolved = "" if item.is_open else ", resolved"
-    facts = [("When", item.when(live=live, found=True))]
-    if finding.tensors:
-        facts.append(("Where", where(finding)))
-    seen = list(evidence(finding.evidence, finding.id))
-    if seen:
-        facts.append(("Evidence", "; ".join(cut(text, 200) for text in seen)))
-    pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts)
-    known, fixes = finding.causes, tuple(map(str, finding.fixes))
-    if finding.follows:  # its root has the causes and the fixes
-        known, fixes = known[:1], (f"Fix {finding.follows} first",)
-    two = (_numbered("Likely causes", known), _numbered("Fixes", fixes))
-    severity = finding.severity
+    finding, severity = item.finding, item.finding.severity
+    seen = "; ".join(cut(text, 200) for text in item.evidence)
+    facts = {
+        "When": item.when(live=live, found=True),
+        "Where": where(finding) if finding.tensors else "",
+        "Evidence": seen,
+    }
+    pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts.items() if text)
+    causes = finding.causes[: 1 if finding.follows else None]  # its root has the others
+    two = (_numbered("Likely causes", causes), _numbered("Fixes", item.fixes))
     head = tag(
         "summary",
         tag("span", str(at), class_="flag", aria_hidden="true"),
-        tag("span", SEVERITIES[severity] + resolved, class_="tag"),
+        tag("span", item.label.replace(severity, SEVERITIES[severity]), class_="tag"),
         tag("b", cut(finding.title, TITLE)),
         tag("code", cut(finding.id, 60)),
     )
     content = (tag("dl", *pairs, class_="about"), tag("div", *two, class_="two"))
-    opened = "open" if item.is_open and not item.is_routine else None
-    body = tag("details", head, *content, open=opened)
+    body = tag("details", head, *content, open="open" if item.is_open and not item.is_routine else None)
     return tag("li", body, class_=f"{severity} {'open' if item.is_open else 'over'}", id=f"f{at}")
 
 
@@ -161,32 +149,22 @@ def _numbered(title: str, texts: Sequence[str]) -> Html | None:
 
 def _actions(actions: Sequence[Action]) -> Html:
     first, *others = summarize_actions(actions).splitlines()
-    rows = (
-        [
-            cut(action.kind.replace("_", " "), 60),
-            f"{action.step:,}",
-            tag("span", cut(("" if action.taken else "not taken: ") + action.reason, 300), class_="left"),
-            cut(action.finding, 60),
-        ]
-        for action in actions[-MAX_ACTIONS:]
-    )
-    count = min(len(actions), MAX_ACTIONS)
-    title = f"The last {count} actions" if len(actions) > count else f"All actions ({count})"
-    return join(
-        [
-            tag("p", f"{capitalized(first)}."),
-            tag("ul", *(tag("li", cut(line.strip(), TITLE)) for line in others)) if others else None,
-            folded(title, table(["Action", "Step", "Why", "Finding"], rows), opened=len(actions) <= 8),
-        ]
-    )
+    rows = []
+    for action in actions[-MAX_ACTIONS:]:
+        why = tag("span", cut(("" if action.taken else "not taken: ") + action.reason, 300), class_="left")
+        rows.append([cut(action.kind.replace("_", " "), 60), f"{action.step:,}", why, cut(action.finding, 60)])
+    title = f"The last {len(rows)} actions" if len(actions) > len(rows) else f"All actions ({len(rows)})"
+    more = tag("ul", *(tag("li", cut(line.strip(), TITLE)) for line in others)) if others else None
+    listed = folded(title, table(["Action", "Step", "Why", "Finding"], rows), opened=len(actions) <= 8)
+    return join([tag("p", f"{capitalized(first)}."), more, listed])
 
 
 def _checks(checks: Checks, monitoring: Sequence[Finding]) -> Iterator[Html]:
     if checks.passed:
-        items = [tag("li", item.text) for item in checks.passed]
+        items = [tag("li", text) for text in checks.passed.values()]
         yield folded(f"{checks.passed_title} ({len(items)})", tag("ul", *items, class_="columns"))
     if checks.skipped:
-        items = [tag("li", f"{cut(item.reason, 200)} ({cut(', '.join(item.names), TITLE)})") for item in checks.skipped]
+        items = [tag("li", cut(line, 2 * TITLE)) for line in checks.skipped_lines]
         yield folded(f"Checks skipped, and why ({checks.num_skipped})", tag("ul", *items))
     if monitoring:
         shown = monitoring[:MAX_IN_A_LINE]
@@ -201,7 +179,7 @@ def _heatmaps(run: Run, span: Span) -> Html | None:
     figures = [part for found in read_heatmaps(run, span) if (part := heatmap_figure(found)) is not None]
     if not figures:
         return None
-    xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDTH))
+    xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDE))
     text = "Input at the top, output at the bottom. Colors are logarithmic; a reading lasts until the next one."
     drawn = tag("div", *figures, x_axis(xs), class_="timeline", data_first=span.first, data_last=span.last)
     return join([tag("p", text, class_="dim"), drawn])
@@ -230,40 +208,31 @@ def _layers(summary: Summary) -> Html:
     largest = max((row.grad_norm for row in rows if math.isfinite(row.grad_norm)), default=0.0)
     known = [value for row in rows for value in (row.gsnr, row.gsnr_low, row.gsnr_high) if value > 0]
     axis = Axis.over(known, 4.0, 116.0, logarithmic=True)
-    heads = ["Layer", "Gradient norm", "Spike ratio", "GSNR", "95% interval", "Update over weight"]
-    whole = table(heads, (_layer_cells(row, largest, axis) for row in rows))
-    note = f"The first {len(rows):,} of {len(summary.layers):,} layers; gradvitals export has all."
-    return join(
-        [
-            whole if len(rows) <= MAX_OPEN_ROWS else folded(f"All {len(rows):,} layers", whole),
-            tag("p", note, class_="dim") if len(summary.layers) > len(rows) else None,
-        ]
-    )
-
-
-def _layer_cells(row: LayerRow, largest: float, axis: Axis) -> list[Part]:
-    norm: Part = number(row.grad_norm)
-    if math.isfinite(row.grad_norm):
-        norm = bar(row.grad_norm, largest, number(row.grad_norm))
-    elif math.isinf(row.grad_norm):
-        norm = tag("b", "Inf", class_="word critical")
-    unknown = math.isnan(row.gsnr_low) or math.isnan(row.gsnr_high)
-    return [
-        _name(row.name),
-        norm,
-        tag("span", number(row.spike_ratio), class_="word warning" if row.spike_ratio > 5 else None),
-        number(row.gsnr),
-        "-" if unknown else interval_mark(row.gsnr, row.gsnr_low, row.gsnr_high, axis),
-        number(row.update_ratio),
-    ]
+    cells: list[list[Part]] = []
+    for row in rows:
+        norm: Part = number(row.grad_norm)
+        if math.isfinite(row.grad_norm):
+            norm = bar(row.grad_norm, largest, number(row.grad_norm))
+        elif math.isinf(row.grad_norm):
+            norm = tag("b", "Inf", class_="word critical")
+        spike = tag("span", number(row.spike_ratio), class_="word warning" if row.spike_ratio > LARGE_SPIKE else None)
+        unknown = math.isnan(row.gsnr_low) or math.isnan(row.gsnr_high)
+        ends = "-" if unknown else interval_mark(row.gsnr, row.gsnr_low, row.gsnr_high, axis)
+        cells.append([_name(row.name), norm, spike, number(row.gsnr), ends, number(row.update_ratio)])
+    whole = table(["Layer", "Gradient norm", "Spike ratio", "GSNR", "95% interval", "Update over weight"], cells)
+    more = f"The first {len(rows):,} of {len(summary.layers):,} layers; gradvitals export has all."
+    note = tag("p", more, class_="dim") if len(summary.layers) > len(rows) else None
+    return join([whole if len(rows) <= MAX_OPEN_ROWS else folded(f"All {len(rows):,} layers", whole), note])
 
 
 def _worst_tensors(summary: Summary) -> Html | None:
     shown = []
     for found in summary.worst:
-        rows = ([_name(row.name), number(row.value), f"{row.step:,}"] for row in found.rows)
-        head = (tag("h3", found.title), tag("p", found.remark, class_="dim"))
-        shown.append(tag("div", *head, table(["Tensor", "Value", "Step"], rows)))
+        rows = table(
+            ["Tensor", "Value", "Step"],
+            ([_name(row.name), number(row.value), f"{row.step:,}"] for row in found.rows),
+        )
+        shown.append(tag("div", tag("h3", found.title), tag("p", found.remark, class_="dim"), rows))
     return tag("div", *shown, class_="pairs") if shown else None
 
 
@@ -277,7 +246,13 @@ def _ranks(run: Run) -> Html | None:
     columns = [metric for metric in RANK_COLUMNS if metric in run.metrics("ranks")]
     if not count or not columns:
         return None
-    values = [_latest_known(run, metric, count) for metric in columns]
+    values = []
+    for metric in columns:  # the last number that each rank has
+        steps, _ = run.times(metric, kind="ranks")
+        latest = np.full(count, np.nan)
+        for row in run.matrix(metric, "ranks", since=int(steps[-200:][0]) - 1)[1] if steps.size else ():
+            latest = np.where(np.isnan(row), latest, row)
+        values.append(latest)
     shown = min(count, MAX_RANKS)
     rows = ([f"rank {rank}", *(number(float(column[rank])) for column in values)] for rank in range(shown))
     whole = table(["Rank", *(RANK_COLUMNS[metric] for metric in columns)], rows)
@@ -285,25 +260,14 @@ def _ranks(run: Run) -> Html | None:
     return join([whole if count <= MAX_OPEN_ROWS else folded(f"All {shown} ranks", whole), more])
 
 
-def _latest_known(run: Run, metric: str, count: int) -> np.ndarray[Any, Any]:
-    """Returns the last number that each rank has."""
-    steps, _ = run.times(metric, kind="ranks")
-    latest = np.full(count, np.nan)
-    if steps.size:
-        _, rows = run.matrix(metric, "ranks", since=int(steps[max(0, steps.size - 200)]) - 1)
-        for row in rows:
-            latest = np.where(np.isnan(row), latest, row)
-    return latest
-
-
 def _settings(meta: Mapping[str, Any], summary: Summary) -> Html:
     """Returns how the run was recorded, without its path and machine: a report is made to be sent."""
-    return join([_pairs(_about(meta, summary)), folded("Monitoring settings", _pairs(_known(meta.get("config"))))])
 
+    def pairs(rows: Iterable[tuple[str, str]]) -> Html:
+        cells = ([cut(name, 60), tag("span", cut(text, 300), class_="left")] for name, text in rows)
+        return table(["Setting", "Value"], cells, numbers_from=2)
 
-def _pairs(rows: Iterable[tuple[str, str]]) -> Html:
-    cells = ([cut(name, 60), tag("span", cut(text, 300), class_="left")] for name, text in rows)
-    return table(["Setting", "Value"], cells, numbers_from=2)
+    return join([pairs(_about(meta, summary)), folded("Monitoring settings", pairs(_known(meta.get("config"))))])
 
 
 def _about(meta: Mapping[str, Any], summary: Summary) -> Iterator[tuple[str, str]]:
@@ -320,13 +284,11 @@ def _about(meta: Mapping[str, Any], summary: Summary) -> Iterator[tuple[str, str
 
 
 def _known(content: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(content, Mapping):
-        for key, value in list(content.items())[:60]:
-            if value not in (None, {}, []) and key != "extra":
-                yield str(key), _plain(value)
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(value)
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    for key, value in list(content.items())[:60] if isinstance(content, Mapping) else ():
+        texts = [value] if isinstance(value, str) else value
+        if isinstance(texts, list) and all(isinstance(item, str) for item in texts):
+            value = ", ".join(texts)
+        elif value is not None:
+            value = json.dumps(value, ensure_ascii=False)
+        if value not in (None, "{}", "") and key != "extra":
+            yield str(key), value

@@ -6,6 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,11 @@ class RunFile:
     @property
     def modified(self) -> float:
         """When it was last written to, in seconds since the epoch; 0 if the file is gone."""
-        return max(map(_modified, (self.path, self.path.with_name(f"{FILE_NAME}-wal"))))
+        times = [0.0]
+        for file in (self.path, self.path.with_name(f"{FILE_NAME}-wal")):
+            with suppress(OSError):
+                times.append(file.stat().st_mtime)
+        return max(times)
 
 
 def find_runs(folder: Path) -> list[RunFile]:
@@ -45,24 +50,27 @@ def find_runs(folder: Path) -> list[RunFile]:
     Skips hidden folders, links that lead out of the folder, and files of other tools.
     """
     root = folder.resolve()
-    found: dict[Path, RunFile] = {}
-    pending, seen = [(root, 0)], {root}
-    for count, (here, depth) in enumerate(pending):
+    found: list[RunFile] = []
+    depths = {root: 0}
+    pending = [root]
+    for count, here in enumerate(pending):
         if count >= MAX_FOLDERS or len(found) >= MAX_RUNS:
             break
         path = here / FILE_NAME
         if is_run_file(path) and is_inside(path, root):
             name = root.name if here == root else here.relative_to(root).as_posix()
             run_id = hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
-            found[here] = RunFile(run_id, name, path)
+            found.append(RunFile(run_id, name, path))
             if here != root:
                 continue  # below a run are snapshots and the like, no further runs
-        if depth < MAX_DEPTH:
-            for below in _subfolders(here, root):
-                if below not in seen:
-                    seen.add(below)
-                    pending.append((below, depth + 1))
-    return sorted(found.values(), key=lambda file: file.name)
+        names: list[str] = []
+        with suppress(OSError), os.scandir(here) as entries:
+            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+        for below in (Path(os.path.realpath(here / name)) for name in names if depths[here] < MAX_DEPTH):
+            if below.is_relative_to(root) and below not in depths:
+                depths[below] = depths[here] + 1
+                pending.append(below)
+    return sorted(found, key=lambda file: file.name)
 
 
 def newest_runs(count: int, folder: Path | None = None, *, without: Iterable[Path] = ()) -> list[Path]:
@@ -128,12 +136,13 @@ def _line(file: RunFile, folder: Path) -> RunLine:
         with open_run(file.path) as run:
             verdict = judge_run(run, run.findings)
             level = verdict.level if was_diagnosed(run.meta) and verdict.steps else None
-            losses = run.series("loss")[1] if "loss" in run.metrics("values") else None
-            worst = verdict.worst
-            text = worst.finding.title if worst is not None and verdict.level != "healthy" else ""
-            short = in_sentence(name_of(worst.finding.id)) if worst is not None and text and level else ""
-            loss = float(losses[-1]) if losses is not None and losses.size else None
-            text = text if level else "not judged: see gradvitals doctor"
+            losses = run.series("loss")[1].tolist() if "loss" in run.metrics("values") else []
+            loss = losses[-1] if losses else None
+            text, short = "not judged: see gradvitals doctor", ""
+            if level is not None:
+                worst = verdict.worst if level != "healthy" else None
+                text = worst.finding.title if worst is not None else ""
+                short = in_sentence(name_of(worst.finding.id)) if worst is not None else ""
             return about(level=level, state=state_of(run), steps=verdict.steps, loss=loss, text=text, short=short)
     except (GradvitalsError, OSError) as error:
         return about(level=None, state=None, steps=0, loss=None, text=str(error))
@@ -142,20 +151,3 @@ def _line(file: RunFile, folder: Path) -> RunLine:
 def is_inside(file: Path, root: Path) -> bool:
     """Returns whether a file is in a folder, with all links followed."""
     return Path(os.path.realpath(file)).is_relative_to(root)
-
-
-def _subfolders(here: Path, root: Path) -> list[Path]:
-    try:
-        with os.scandir(here) as entries:
-            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
-    except OSError:
-        return []
-    folders = (Path(os.path.realpath(here / name)) for name in names)
-    return [folder for folder in folders if folder.is_relative_to(root)]
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

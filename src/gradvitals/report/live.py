@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from gradvitals.report.terminal import finding_in_short, headline, layer_table, 
 from gradvitals.report.verdict import STATES, UNDIAGNOSED, Verdict, judge_run, was_diagnosed
 from gradvitals.store.reader import open_run
 
-NAN = float("nan")
 SILENT_SECONDS = 15.0
 """A run that is silent for longer has ended without being closed."""
 MAX_FINDINGS = 6
@@ -69,32 +69,19 @@ class Moment:
         }
 
 
-class Follower:
-    """Follows one run, whose file may be replaced meanwhile: every look opens it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        open_run(path).close()
-
-    def look(self) -> Moment:
-        """Returns how the run is now."""
-        with open_run(self._path) as run:
-            meta, summary = run.meta, summarize(run, whole_run=False)
-            diagnosed = was_diagnosed(meta) and run.last_step is not None
-            verdict = judge_run(run, run.findings) if diagnosed else None
-        silent = time.time() - meta["heartbeat"] > SILENT_SECONDS
-        ended = summary.state == "finished" or (summary.state == "stopped" and silent)
-        return Moment(summary=summary, verdict=verdict, ended=ended)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the run was closed; far cheaper than a look."""
-        with open_run(self._path) as run:
-            return run.meta["finished_at"] is not None
+def look(path: Path) -> Moment:
+    """Returns how a run is now. Its file may be replaced meanwhile: every look opens it."""
+    with open_run(path) as run:
+        meta, summary = run.meta, summarize(run, whole_run=False)
+        diagnosed = was_diagnosed(meta) and run.last_step is not None
+        verdict = judge_run(run, run.findings) if diagnosed else None
+    silent = time.time() - meta["heartbeat"] > SILENT_SECONDS
+    ended = summary.state == "finished" or (summary.state == "stopped" and silent)
+    return Moment(summary=summary, verdict=verdict, ended=ended)
 
 
-def wait_for(path: Path, report: Callable[[str], object]) -> Follower:
-    """Follows the run at a path; if there is none yet, reports that it waits, and waits.
+def wait_for(path: Path, report: Callable[[str], object]) -> None:
+    """Waits until there is a run at a path, and reports it if there is none yet.
 
     Raises:
         RunFormatError: If what is there is not a run and does not become one.
@@ -102,7 +89,7 @@ def wait_for(path: Path, report: Callable[[str], object]) -> Follower:
     reported, since = False, 0.0
     while True:
         try:
-            return Follower(path)
+            return open_run(path).close()
         except RunNotFoundError:
             since = 0.0
             if not reported:
@@ -115,17 +102,22 @@ def wait_for(path: Path, report: Callable[[str], object]) -> Follower:
         time.sleep(POLL_SECONDS)
 
 
-def moments(follower: Follower, every: float) -> Iterator[Moment]:
+def moments(path: Path, every: float) -> Iterator[Moment]:
     """Yields the run as it is now, and again every so many seconds, until it has ended."""
+
+    def is_finished() -> bool:  # far cheaper than a look
+        with open_run(path) as run:
+            return run.meta["finished_at"] is not None
+
     while True:
         start = time.monotonic()
-        moment = follower.look()
+        moment = look(path)
         took = time.monotonic() - start
         yield moment
         if moment.ended:
             return
         left = max(every, 4 * took)  # never more than a fifth of a core, which training may need
-        while left > 0 and not follower.is_finished:
+        while left > 0 and not is_finished():
             time.sleep(min(left, END_SECONDS))
             left -= END_SECONDS
 
@@ -159,23 +151,21 @@ class Lines:
 
     def show(self, moment: Moment) -> None:
         """Prints what is new; the headline counts what was resolved before the first look."""
-        is_first, step = self.step == -1, moment.summary.last_step
+        is_first, step, verdict = self.step == -1, moment.summary.last_step, moment.verdict
+        lines = []
         if step != self.step:
             self.step = step
-            if step is None:
-                line = "no readings yet"
-            else:
-                line = plain_line(f"{f'step {step:,}':<12}", moment.latest, ended=moment.ended)
-            self.console.print(line, soft_wrap=True)
-        for item in moment.verdict.ranked if moment.verdict is not None else ():
+            lines.append("no readings yet" if step is None else plain_line(moment))
+        for item in verdict.ranked if verdict is not None else ():
             key = (item.finding.id, item.finding.first_step, item.is_open)
             if key not in self.reported and (item.is_open or not is_first):
-                self.console.print(clean(f"{'' if item.is_open else 'resolved: '}{item.finding}"), soft_wrap=True)
+                lines.append(f"{'' if item.is_open else 'resolved: '}{item.finding}")
             self.reported.add(key)
         if moment.ended:
-            self.console.print(clean(f"{moment.summary.run}: {STATES[moment.summary.state]}"), soft_wrap=True)
-            if moment.verdict is not None:
-                self.console.print(clean(moment.verdict.headline), soft_wrap=True)
+            lines.append(f"{moment.summary.run}: {STATES[moment.summary.state]}")
+            lines += [verdict.headline] if verdict is not None else []
+        for line in lines:
+            self.console.print(clean(line), soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -221,17 +211,12 @@ class _Cropped:
             yield from (*line, Segment.line())
 
 
-def plain_line(head: str, latest: Mapping[str, float], *, ended: bool = False) -> str:
+def plain_line(moment: Moment) -> str:
     """Returns the latest values in one line of text."""
-    loss, norm, gsnr = (latest.get(name, NAN) for name in ("loss", "grad/norm", "gsnr"))
-    line = f"{head}  loss {number(loss):<6}  norm {number(norm):<6}  GSNR {number(gsnr):<7}"
-    noise = noise_text(latest)
-    if "noise_scale" not in latest or (ended and noise.endswith(" yet")):
+    loss, norm, gsnr = (number(moment.latest.get(name)) for name in ("loss", "grad/norm", "gsnr"))
+    line = f"{f'step {moment.summary.last_step:,}':<12}  loss {loss:<6}  norm {norm:<6}  GSNR {gsnr:<7}"
+    scale = moment.summary.noise_scale
+    noise = f"{interval(scale.value, scale.low, scale.high)} samples"
+    if not scale.measured or (moment.ended and math.isnan(scale.value)):
         return line.rstrip()  # not measured in this loop, or not identifiable up to its end
-    return f"{line}  noise scale {noise}"
-
-
-def noise_text(latest: Mapping[str, float]) -> str:
-    """Returns the noise scale and its interval in words."""
-    text = interval(*(latest.get(name, NAN) for name in ("noise_scale", "noise_scale_low", "noise_scale_high")))
-    return "not identifiable yet" if text == "-" else f"{text} samples"
+    return f"{line}  noise scale {'not identifiable yet' if math.isnan(scale.value) else noise}"

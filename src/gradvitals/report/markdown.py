@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from gradvitals.report.catalog import name_of
-from gradvitals.report.describe import evidence, summarize_actions, where
-from gradvitals.report.format import clean, fix_snippet, number
+from gradvitals.report.format import clean, fix_snippet, number, summarize_actions
 from gradvitals.report.report import Report
 from gradvitals.report.verdict import LABELS, RankedFinding, in_sentence, state_of
 
 LIGHTS = {"healthy": "🟢", "attention": "🟡", "unhealthy": "🔴"}
+LABELED = ("Likely cause", "Fix", "Evidence")
 MAX_FINDINGS = 10
 OUTER_UNDERSCORE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")
 
@@ -36,36 +35,28 @@ def _report(report: Report, verbose: bool) -> Iterator[str]:
     if report.actions:
         yield f"{_text(summarize_actions(report.actions).splitlines()[0])}.\n"
     yield f"{report.checks.counted}.\n"
-    facts: dict[str, Any] = meta.get("facts") or {}
     latest = {trend.metric: trend.latest for trend in report.summary.trends}
-    rows = [
-        ("steps", f"{verdict.steps:,} ({state_of(report.run)})"),
-        *((metric, number(latest[metric])) for metric in ("loss", "grad/norm", "gsnr") if metric in latest),
-        *((str(name), _inline(str(value))) for name, value in facts.items() if value not in (None, "", 1)),
-        ("parameters", f"{report.summary.num_parameters:,} in {report.summary.num_tensors:,} tensors"),
-        ("torch", _inline(str(meta.get("torch", "-")))),
-        ("gradvitals", _inline(str(meta.get("version", "-")))),
-    ]
+    rows = {
+        "steps": f"{verdict.steps:,} ({state_of(report.run)})",
+        **{metric: number(latest[metric]) for metric in ("loss", "grad/norm", "gsnr") if metric in latest},
+        **{name: value for name, value in (meta.get("facts") or {}).items() if value not in (None, "", 1)},
+        "parameters": f"{report.summary.num_parameters:,} in {report.summary.num_tensors:,} tensors",
+        "torch": meta.get("torch", "-"),
+        "gradvitals": meta.get("version", "-"),
+    }
     yield "<details><summary>The run</summary>\n"
     yield "| | |\n|---|---|"
-    yield from (f"| {name} | {value} |" for name, value in rows)
+    yield from (f"| {name} | {_inline(str(value))} |" for name, value in rows.items())
     yield "\n</details>"
 
 
 def _finding(item: RankedFinding, *, live: bool) -> Iterator[str]:
     finding = item.finding
-    state = finding.severity if item.is_open else f"{finding.severity}, resolved"
-    yield f"**{_text(finding.title)}** ({state}, `{_inline(finding.id)}`, {_text(item.when(live=live))})\n"
-    place = [f"in {where(finding)}"] if finding.tensors and not finding.says_where else []
-    for label, text in (
-        ("Likely cause", finding.causes[0] if finding.causes else ""),
-        ("Fix", finding.fixes[0] if finding.fixes else ""),
-        ("Evidence", "; ".join([*evidence(finding.evidence, finding.id), *place])),
-    ):
-        if text:
-            yield f"- {label}: {_text(text)}"
-    snippet = fix_snippet(finding.fixes[0]) if finding.fixes else ""
-    if snippet:
+    cause, fix = (next(iter(texts), "") for texts in (finding.causes, finding.fixes))
+    seen = "; ".join(filter(None, [*item.evidence, item.place]))
+    yield f"**{_text(finding.title)}** ({item.label}, `{_inline(finding.id)}`, {_text(item.when(live=live))})\n"
+    yield from (f"- {label}: {_text(text)}" for label, text in zip(LABELED, (cause, fix, seen), strict=True) if text)
+    if snippet := fix_snippet(fix):
         yield f"\n```python\n{snippet}\n```"
     yield ""
 

@@ -16,22 +16,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from gradvitals.errors import GradvitalsError, RunError
-from gradvitals.report.charts import Axis
-from gradvitals.report.describe import TITLE
-from gradvitals.report.format import clean, cut, fix_snippet, number, plural
+from gradvitals.report.charts import Axis, curve_parts, value_axis
+from gradvitals.report.format import TITLE, clean, cut, fix_snippet, number
 from gradvitals.report.markup import Html, Part, folded, tag
 from gradvitals.report.series import Curve, read_curves, read_heatmap, span_of
-from gradvitals.report.timeline import curve_parts, value_axis
-from gradvitals.report.verdict import (
-    STATES,
-    UNDIAGNOSED,
-    RankedFinding,
-    Verdict,
-    judge_run,
-    num_ranks,
-    state_of,
-    was_diagnosed,
-)
+from gradvitals.report.verdict import UNDIAGNOSED, Verdict, judge_run, num_ranks, progress, was_diagnosed
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Floats, Names, Run, open_run
 
@@ -99,8 +88,8 @@ def show_live(monitor: Shown, every: float = LIVE_SECONDS) -> None:
         while (shown := reference()) is not None:
             closed, path = shown.is_closed, shown.run_path
             del shown
-            with suppress(Exception):  # a card must never disturb training
-                handle.update(HTML(_live_html(path)))
+            with suppress(Exception), open_run(path) as run:  # a card must never disturb training
+                handle.update(HTML(run_html(run)))
             if closed:
                 return
             time.sleep(every)
@@ -109,51 +98,54 @@ def show_live(monitor: Shown, every: float = LIVE_SECONDS) -> None:
         threading.Thread(target=refresh, name="gradvitals-card", daemon=True).start()
 
 
-def _live_html(path: Path) -> str:
-    with open_run(path) as run:
-        return run_html(run)
-
-
 def run_html(run: Run) -> str:
     """Returns a run as a notebook shows it: headline, fix, small curves, findings."""
-    span = span_of(run)
-    headline, findings, curves, fix = _headline("No readings yet.", "currentColor"), None, None, None
-    if span is not None:
-        verdict = judge_run(run, run.findings)
-        diagnosed = was_diagnosed(run.meta)
-        headline = _verdict_headline(verdict) if diagnosed else _headline(UNDIAGNOSED, "currentColor")
-        fix = tag("div", tag("b", "Fix"), ": ", cut(verdict.fix, TITLE)) if verdict.fix else None
-        findings = _finding_list(verdict)
+    parts: list[Part] = [_headline("No readings yet.")]
+    if (span := span_of(run)) is not None:
+        verdict, diagnosed = judge_run(run, run.findings), was_diagnosed(run.meta)
         cells = [_cell(curve, span.first, span.last) for curve in read_curves(run, span, CURVE_COLUMNS)]
-        curves = tag("div", *cells, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0") if cells else None
-    head = tag("div", tag("b", cut(run.path.name or str(run.path))), " ", tag("span", _about(run), style=DIM))
-    return str(tag("div", head, headline, fix, curves, findings, style=FONT))
+        parts = [
+            _headline(verdict.headline, LEVEL_COLORS[verdict.level]) if diagnosed else _headline(UNDIAGNOSED),
+            _labeled("Fix", verdict.fix),
+            tag("div", *cells, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0") if cells else None,
+            _finding_list(verdict),
+        ]
+    ranks = num_ranks(run.meta)
+    about = f"{progress(run)}, {len(run.tensors):,} tensors{f', {ranks:,} ranks' if ranks > 1 else ''}"
+    head = tag("div", tag("b", cut(run.path.name or str(run.path))), " ", tag("span", about, style=DIM))
+    return str(tag("div", head, *parts, style=FONT))
 
 
 def verdict_html(verdict: Verdict) -> str:
     """Returns a verdict as a notebook shows it."""
-    lines: list[Part] = []
-    for label, text in (("Likely cause", verdict.cause), ("Fix", verdict.fix)):
-        if text:
-            lines.append(tag("div", tag("b", label), ": ", cut(text, TITLE)))
-    if verdict.fix and (snippet := fix_snippet(verdict.fix)):
-        lines.append(tag("pre", snippet, style="margin:4px 0 4px 12px"))
-    if verdict.checks_passed or verdict.checks_skipped:
-        checks = f"{plural(len(verdict.checks_passed), 'check')} passed, {len(verdict.checks_skipped)} skipped"
-        lines.append(tag("div", checks, style=DIM))
-    return str(tag("div", _verdict_headline(verdict), *lines, _finding_list(verdict), style=FONT))
+    snippet = fix_snippet(verdict.fix)
+    parts = (
+        _headline(verdict.headline, LEVEL_COLORS[verdict.level]),
+        _labeled("Likely cause", verdict.cause),
+        _labeled("Fix", verdict.fix),
+        tag("pre", snippet, style="margin:4px 0 4px 12px") if snippet else None,
+        tag("div", verdict.checked, style=DIM) if verdict.checked else None,
+        _finding_list(verdict),
+    )
+    return str(tag("div", *parts, style=FONT))
 
 
-def _verdict_headline(verdict: Verdict) -> Html:
-    return _headline(verdict.headline, LEVEL_COLORS[verdict.level])
-
-
-def _headline(text: str, color: str) -> Html:
+def _headline(text: str, color: str = "currentColor") -> Html:
     return tag("div", cut(text, TITLE), style=f"border-left:4px solid {color};padding:2px 10px;margin:6px 0")
 
 
+def _labeled(label: str, text: str | None) -> Html | None:
+    return tag("div", tag("b", label), ": ", cut(text, TITLE)) if text else None
+
+
 def _finding_list(verdict: Verdict) -> Html | None:
-    items = [_finding(item, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS]]
+    items = []
+    for item in verdict.ranked[:MAX_FINDINGS]:
+        finding = item.finding
+        label = tag("b", item.label, style=f"color:{COLORS[finding.severity]}")
+        text = f"{cut(finding.title, TITLE)} ({item.when(live=verdict.live)})"
+        fix = tag("div", f"Fix: {cut(finding.fixes[0], TITLE)}", style=DIM) if finding.fixes and item.is_open else None
+        items.append(tag("li", label, " ", text, fix, style="margin:2px 0"))
     hidden = len(verdict.ranked) - MAX_FINDINGS
     if hidden > 0:
         items.append(tag("li", f"and {hidden:,} more; run.findings has them all", style=DIM))
@@ -161,23 +153,6 @@ def _finding_list(verdict: Verdict) -> Html | None:
         return None
     listed = tag("ul", *items, style="margin:4px 0;padding-left:20px")
     return folded(f"Findings ({len(verdict.ranked)})", listed, opened=len(verdict.ranked) <= 3)
-
-
-def _finding(item: RankedFinding, *, live: bool) -> Html:
-    finding = item.finding
-    label = finding.severity if item.is_open else f"{finding.severity}, resolved"
-    fix = tag("div", f"Fix: {cut(finding.fixes[0], TITLE)}", style=DIM) if finding.fixes and item.is_open else None
-    text = f"{cut(finding.title, TITLE)} ({item.when(live=live)})"
-    color = COLORS.get(finding.severity, COLORS["info"])
-    return tag("li", tag("b", label, style=f"color:{color}"), " ", text, fix, style="margin:2px 0")
-
-
-def _about(run: Run) -> str:
-    last, state = run.last_step, state_of(run)
-    at = f"step {last:,}" if last is not None and state == "running" else plural((last or 0) + 1, "step")
-    steps = "no steps" if last is None else at
-    ranks = num_ranks(run.meta)
-    return f"{STATES[state]}, {steps}, {len(run.tensors):,} tensors{f', {ranks:,} ranks' if ranks > 1 else ''}"
 
 
 def _cell(curve: Curve, first: int, last: int) -> Html:
@@ -193,8 +168,8 @@ def _cell(curve: Curve, first: int, last: int) -> Html:
     box = f"0 0 {WIDTH} {HEIGHT}"
     svg = tag("svg", *parts, viewBox=box, width=WIDTH, height=HEIGHT, role="img", aria_label=label)
     alarm = bool(curve.nonfinite) and not np.isfinite(curve.latest)
-    latest = "NaN" if alarm else number(curve.latest)
-    value = tag("b", latest, style=f"color:{COLORS['critical']}" if alarm else None)
+    color = f"color:{COLORS['critical']}" if alarm else None
+    value = tag("b", "NaN" if alarm else number(curve.latest), style=color)
     return tag("div", tag("div", tag("span", curve.title, style=DIM), " ", value), svg)
 
 
@@ -221,7 +196,7 @@ def plot(
     given = {part: names for part, names in chosen.items() if names is not None}
     if len(given) + (kind is not None) > 1:
         raise RunError("a plot is of tensors, layers, heads or ranks, or of all of one kind; more than one was given")
-    axes, is_ours = (ax, False) if ax is not None else (_new_axes(), True)
+    axes = _new_axes() if ax is None else ax
     if kind is not None:
         _plot_heatmap(run, metric, kind, source, axes, style)
         return axes
@@ -233,16 +208,24 @@ def plot(
         drawn.append(values[np.isfinite(values)])
         [line] = axes.plot(steps, values, **{"label": label or metric, **style})
         if band and {f"{metric}_low", f"{metric}_high"} <= set(run.metrics(of)):
-            _plot_band(run, metric, source, row, axes, line.get_color())
+            ends, low = run.series(f"{metric}_low", source=source, **row)
+            also, high = run.series(f"{metric}_high", source=source, **row)
+            if np.array_equal(ends, also):
+                finite = list(map(bool, np.isfinite(low) & np.isfinite(high)))
+                axes.fill_between(ends, low, high, where=finite, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set_xlabel("step")
     axes.set_ylabel(f"{metric} ({source})" if source else metric)
     known = np.concatenate(drawn) if drawn else np.empty(0)
     if not known.size:
         axes.text(0.5, 0.5, f"no values of {_label(metric)}", ha="center", va="center", transform=axes.transAxes)
-    elif is_ours and known.min() > 0 and known.max() > FAR * np.median(known):
+    elif ax is None and known.min() > 0 and known.max() > FAR * np.median(known):
         axes.set_yscale("log")  # otherwise one outlier hides all other steps
-    if marks:
-        _mark_findings(run, axes)
+    limits = axes.get_xlim()
+    for finding in run.findings if marks else ():
+        if finding.severity != "info":
+            color = PLOT_COLORS[finding.severity]
+            axes.axvline(finding.first_step, color=color, linestyle=":", linewidth=1, label="_")
+    axes.set_xlim(limits)
     if given:
         axes.legend(fontsize="small")
     return axes
@@ -270,24 +253,6 @@ def _rows(given: Mapping[str, Names]) -> Iterator[tuple[str, dict[str, Any]]]:
 def _label(name: str) -> str:
     # matplotlib hides labels with a leading underscore and reads dollar signs as formulas.
     return cut(clean(name), 60).replace("$", r"\$").lstrip("_") or "?"
-
-
-def _plot_band(run: Run, metric: str, source: str | None, row: dict[str, Any], axes: Axes, color: Any) -> None:
-    steps, low = run.series(f"{metric}_low", source=source, **row)
-    also, high = run.series(f"{metric}_high", source=source, **row)
-    if np.array_equal(steps, also):
-        finite = list(map(bool, np.isfinite(low) & np.isfinite(high)))
-        axes.fill_between(steps, low, high, where=finite, color=color, alpha=0.2, linewidth=0)
-
-
-def _mark_findings(run: Run, axes: Axes) -> None:
-    """Draws a dotted line at each finding that is more than a note; the axes keep their limits."""
-    limits = axes.get_xlim()
-    for finding in run.findings:
-        if finding.severity != "info":
-            color = PLOT_COLORS.get(finding.severity, "tab:gray")
-            axes.axvline(finding.first_step, color=color, linestyle=":", linewidth=1, label="_")
-    axes.set_xlim(limits)
 
 
 def _plot_heatmap(run: Run, metric: str, kind: Kind, source: str | None, axes: Axes, style: Mapping[str, Any]) -> None:

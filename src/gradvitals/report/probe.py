@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from gradvitals.report.charts import Axis, bar, heat, histogram, image, interval_mark, line_chart, photo
 from gradvitals.report.format import clean, duration, interval, number, percent, plural, sparkline
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
-from gradvitals.report.terminal import FittedTable, Paragraph
+from gradvitals.report.terminal import FittedTable, Paragraph, grouped
 
 Record = Mapping[str, Any]
 
@@ -116,8 +116,8 @@ class Rows:
 Block = Facts | Note | Drawing | Rows
 
 
-def _numbers(row: Record, *keys: str) -> list[str]:
-    return [number(row[key]) for key in keys]
+def _numbers(row: Record, keys: str) -> list[str]:
+    return [number(row[key]) for key in keys.split()]
 
 
 def _span(row: Record, low: str, high: str) -> str:
@@ -174,7 +174,7 @@ def _signal(signal: Record) -> Iterator[Block]:
             _verdict_cell(row),
             Cell("", interval_mark(row["gsnr"], row["gsnr_low"], row["gsnr_high"], axis)),
             _gsnr(row),
-            *_numbers(row, "norm", "cv"),
+            *_numbers(row, "norm cv"),
         )
         for row in layers
     ]
@@ -193,11 +193,11 @@ def _signal(signal: Record) -> Iterator[Block]:
                 row["name"],
                 _verdict_cell(row),
                 _gsnr(row),
-                *_numbers(row, "cv", "norm", "median"),
+                *_numbers(row, "cv norm median"),
                 percent(row["below_one"]),
                 number(row["mean"]),
                 "×".join(map(str, row["shape"])) or "scalar",
-                *_numbers(row, "plug_in_median", "plug_in_mean"),
+                *_numbers(row, "plug_in_median plug_in_mean"),
                 percent(row["plug_in_below_one"]),
             )
             for row in tensors
@@ -226,7 +226,7 @@ def _layers(layers: Record) -> Iterator[Block]:
             "-"
             if math.isnan(row["effective_rank"])
             else _bar(row["rank_share"], 1.0, f"{number(row['effective_rank'])} of {row['full_rank']}"),
-            *_numbers(row, "grad_norm", "weight_norm", "update_norm"),
+            *_numbers(row, "grad_norm weight_norm update_norm"),
         )
         for row in rows
     ]
@@ -285,19 +285,14 @@ def _samples(samples: Record) -> Iterator[Block]:
     yield _charts(cosines, ranked)
     heads = ("Example", "Label", "Loss", "Above usual", "Norm / median", "Norm", "Cosine")
     for key, (title, remark) in EXAMPLE_LISTS.items():
-        keys = ("loss", "excess_loss", "norm_over_median", "norm", "cosine")
-        cells = [
-            (_example_name(row), "-" if row["label"] is None else str(row["label"]), *_numbers(row, *keys))
-            for row in samples[key]
-        ]
+        cells = []
+        for row in samples[key]:
+            place = f"batch {row['batch']}, place {row['position']}"
+            name = place if row["dataset_index"] is None else str(row["dataset_index"])
+            label = "-" if row["label"] is None else str(row["label"])
+            cells.append((name, label, *_numbers(row, "loss excess_loss norm_over_median norm cosine")))
         optional = ("Norm / median", "Cosine", "Norm")
         yield Rows(heads, cells, title=f"{title}. {remark}", optional=optional, most=10 if key == "suspects" else 5)
-
-
-def _example_name(row: Record) -> str:
-    if row["dataset_index"] is not None:
-        return str(row["dataset_index"])
-    return f"batch {row['batch']}, place {row['position']}"
 
 
 def _is_steep(values: Sequence[float]) -> bool:
@@ -415,10 +410,10 @@ def _profile(axis: str, series: Mapping[str, Sequence[float]], names: Sequence[s
     count = len(series["Gradient"])
     if axis in ("position", "frame") or count > 400:
         # Each over its own mean, because their units differ.
-        lines = {
-            name: ([float(at) for at in range(count)], _over_mean(series[name]))
-            for name in ("Integrated gradients", "Gradient")
-        }
+        lines = {}
+        for name in ("Integrated gradients", "Gradient"):
+            mean = sum(series[name]) / count
+            lines[name] = (list(map(float, range(count))), [value / mean if mean else value for value in series[name]])
         steep = max(max(values) for _, values in lines.values()) > 20
         unit = "over the mean, logarithmic" if steep else "over the mean"
         return _charts(line_chart(lines, title=f"By {axis}", x_name=axis, y_name=unit, y_log=steep))
@@ -428,11 +423,6 @@ def _profile(axis: str, series: Mapping[str, Sequence[float]], names: Sequence[s
         rows.append((names[at] if at < len(names) else f"{axis} {at}", *bars))
     heads = (axis.capitalize(), *series)
     return Rows(heads, rows, title=f"By {axis}", optional=heads[2:], most=MAX_NAMES, open_rows=MAX_BARS)
-
-
-def _over_mean(values: Sequence[float]) -> list[float]:
-    mean = sum(values) / len(values)
-    return [value / mean if mean else value for value in values]
 
 
 def _by_class(by_class: Mapping[str, Record], names: Mapping[str, Sequence[str]]) -> Iterator[Block]:
@@ -467,15 +457,9 @@ def _example(example: Record, names: Sequence[str]) -> Iterator[Part]:
         texts = [_visible(text) for text in example["texts"]]
         # Characters follow each other; words, or numbers that stand for them, are a little apart.
         apart = sum(map(len, texts)) > 1.5 * len(texts)
-        first, *others = (
-            join(
-                [
-                    tag("p", METHODS[method], class_="dim"),
-                    _colored(texts, values, signed=method in SIGNED, apart=apart),
-                ]
-            )
-            for method, values in scores.items()
-        )
+        heads = (tag("p", METHODS[method], class_="dim") for method in scores)
+        tokens = (_colored(texts, scores[method], signed=method in SIGNED, apart=apart) for method in scores)
+        first, *others = map(join, zip(heads, tokens, strict=True))
         yield first
         yield folded("The other methods", *others)
     else:
@@ -537,19 +521,19 @@ def probe_page(record: Record) -> str:
     sections = {key: section for key, section in SECTIONS.items() if record[key]}
     links = [tag("a", title, href=f"#q-{key}") for key, (title, _) in sections.items()]
     name = f"Probe of {record['about']['model']}"
+    listed = tag("ul", *(tag("li", note) for note in notes))
+    parts = (
+        tag("section", tag("h2", title, id=f"q-{key}"), *map(_html, content(record[key])))
+        for key, (title, content) in sections.items()
+    )
     return document(
         name,
         tag("h1", name),
         tag("p", _sentence(record["about"]), class_="dim"),
         tag("ul", *map(_html_verdict, record["verdict"]), class_="verdict"),
-        folded(f"Notes ({len(notes)})", tag("ul", *(tag("li", note) for note in notes)), opened=len(notes) <= 3)
-        if notes
-        else None,
+        folded(f"Notes ({len(notes)})", listed, opened=len(notes) <= 3) if notes else None,
         tag("nav", *links, aria_label="Sections"),
-        *(
-            tag("section", tag("h2", title, id=f"q-{key}"), *map(_html, content(record[key])))
-            for key, (title, content) in sections.items()
-        ),
+        *parts,
     )
 
 
@@ -600,20 +584,17 @@ def _html_table(block: Rows) -> Html:
 # -- the terminal ----------------------------------------------------------------------------------------------------
 
 
-def render_probe(record: Record) -> RenderableType:
-    """Returns everything a probe found, ready for `rich.console.Console.print`."""
-    return Group(*_terminal(record))
-
-
 def probe_text(record: Record, width: int = TEXT_WIDTH) -> str:
-    """Returns the same as plain text."""
+    """Returns everything a probe found as plain text."""
     stream = io.StringIO()
     console = Console(file=stream, width=width, markup=False, emoji=False, highlight=False, color_system=None)
     console.print(render_probe(record))
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
 
-def _terminal(record: Record) -> Iterator[RenderableType]:
+@grouped
+def render_probe(record: Record) -> Iterator[RenderableType]:
+    """Returns the same, ready for `rich.console.Console.print`."""
     about = record["about"]
     yield Text(clean(about["model"]), style="bold").append(f"  {clean(_sentence(about))}", style="not bold")
     yield Text()

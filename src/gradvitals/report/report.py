@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -62,20 +62,10 @@ HEADS_UNREAD = "no GSNR of attention heads, which needs two or more backward pas
 NO_PASSES = "no noise scale, which needs two or more backward passes per step, or several ranks"
 NEVER_A_GSNR = "these readings do not determine a GSNR"
 
-PROPOSALS = frozenset(
-    [
-        "lr_proposed",
-        "lr_lower",
-        "lr_tenth",
-        "max_norm",
-        "proposed",
-        "batch_proposed",
-        "warmup",
-        "needed",
-        "enough",
-        "scale",
-    ]
-)
+PROPOSALS = {
+    "lr_proposed", "lr_lower", "lr_tenth", "max_norm", "proposed", "batch_proposed", "warmup", "needed", "enough",
+    "scale",
+}  # fmt: skip
 """Numbers that a rule computes for its fixes, next to what it observed."""
 
 NONFINITE = ("nonfinite", "loss_nonfinite")
@@ -83,39 +73,25 @@ NONFINITE = ("nonfinite", "loss_nonfinite")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassedCheck:
-    """A rule that looked and found nothing."""
-
-    id: str
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class SkippedChecks:
-    """Rules that could not look, and why."""
-
-    reason: str
-    ids: tuple[str, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the rules."""
-        return tuple(name_of(rule) for rule in self.ids)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Checks:
     """What every rule had to say, besides the findings."""
 
-    passed: tuple[PassedCheck, ...]
-    skipped: tuple[SkippedChecks, ...]
+    passed: Mapping[str, str]
+    """What holds, by the id of the rule that looked and found nothing."""
+    skipped: Mapping[str, Sequence[str]]
+    """Ids of the rules that could not look, by the reason."""
     until: int | None
     """The last step before NaN or Inf came to stay, up to which checks passed; None if that is the end."""
 
     @property
     def num_skipped(self) -> int:
         """How many checks were skipped."""
-        return sum(len(item.ids) for item in self.skipped)
+        return sum(map(len, self.skipped.values()))
+
+    @property
+    def skipped_lines(self) -> list[str]:
+        """Each reason with the names of the rules that it kept from looking."""
+        return [f"{reason} ({', '.join(map(name_of, ids))})" for reason, ids in self.skipped.items()]
 
     @property
     def counted(self) -> str:
@@ -157,10 +133,8 @@ class Report:
     @cached_property
     def verdict(self) -> Verdict:
         """The verdict, with the checks that passed and those that were skipped."""
-        skipped = tuple(name for item in self.checks.skipped for name in item.ids)
-        return replace(
-            self._judged, checks_passed=tuple(item.id for item in self.checks.passed), checks_skipped=skipped
-        )
+        skipped = tuple(name for ids in self.checks.skipped.values() for name in ids)
+        return replace(self._judged, checks_passed=tuple(self.checks.passed), checks_skipped=skipped)
 
     @cached_property
     def checks(self) -> Checks:
@@ -171,12 +145,6 @@ class Report:
     def caveat(self) -> str:
         """Why the GSNR in a finding, or at the end, must not be taken at face value; empty if it can be."""
         return adam_memory(self.run) or negative_gsnr_in(self._judged.ranked)
-
-    @property
-    def uses_gsnr(self) -> bool:
-        """Whether a finding that counts rests on a GSNR, so that its caveat matters to the verdict."""
-        shown = [item for item in self._judged.ranked if item.weight != "info"]
-        return any("source" in (item.finding.evidence.get("seen") or {}) for item in shown)
 
     @cached_property
     def summary(self) -> Summary:
@@ -204,10 +172,10 @@ class Report:
             "run": str(self.run.path),
             "replayed": bool(self.diagnosed.replayed),
             "state": state_of(self.run),
-            "restarts": [restart.to_json() for restart in restarts(self.run)],
-            "passed": [{"id": item.id, "text": item.text} for item in self.checks.passed],
+            "restarts": [asdict(restart) for restart in restarts(self.run)],
+            "passed": [{"id": name, "text": text} for name, text in self.checks.passed.items()],
             "passed_until": self.checks.until,
-            "skipped": [{"reason": item.reason, "ids": list(item.ids)} for item in self.checks.skipped],
+            "skipped": [{"reason": reason, "ids": ids} for reason, ids in self.checks.skipped.items()],
             "gsnr_caveat": self.caveat,
             **self._findings_json(self.verdict),
         }
@@ -218,34 +186,27 @@ class Report:
         return {**own, **self._findings_json(self.recorded_verdict)}
 
     def _findings_json(self, verdict: Verdict) -> dict[str, Any]:
+        findings = [item.to_json() for item in verdict.ranked]
+        for finding in findings:  # what was observed, without the proposals that fixes are filled with
+            finding["evidence"] = {
+                name: {key: part for key, part in value.items() if key not in PROPOSALS}
+                if isinstance(value, Mapping)
+                else value
+                for name, value in finding["evidence"].items()
+            }
         return {
             "verdict": verdict.to_json(),
-            "findings": [_observed(item.to_json()) for item in verdict.ranked],
+            "findings": findings,
             "monitoring": [finding.to_json() for finding in self.monitoring],
             "actions": [action.to_json() for action in self.actions],
         }
 
 
-def _observed(finding: dict[str, Any]) -> dict[str, Any]:
-    """Returns a finding whose evidence has what was observed, without the proposals that its fixes are filled with."""
-    evidence = {
-        name: {key: part for key, part in value.items() if key not in PROPOSALS}
-        if isinstance(value, Mapping)
-        else value
-        for name, value in finding["evidence"].items()
-    }
-    return {**finding, "evidence": evidence}
-
-
-def _finite_until(verdict: Verdict) -> int | None:
-    """Returns the last step before loss or gradients stopped being finite for good; None if they did not."""
+def _checks(run: Run, verdict: Verdict, failed: frozenset[str]) -> Checks:
+    settings, steps = recorded_settings(run.meta), verdict.read
     lost = [item for item in verdict.ranked if item.finding.id in NONFINITE and item.is_open]
     ends = (item.finding.first_step - 1 - item.unread_before for item in lost if item.finding.severity == "critical")
-    return min(ends, default=None)
-
-
-def _checks(run: Run, verdict: Verdict, failed: frozenset[str]) -> Checks:
-    settings, until, steps = recorded_settings(run.meta), _finite_until(verdict), verdict.read
+    until = min(ends, default=None)
     counted = metric_of_every_step(run)
     if until is not None and counted is not None:  # a run need not start with step 0
         steps = int(np.count_nonzero(run.times(counted)[0] <= until))
@@ -253,9 +214,9 @@ def _checks(run: Run, verdict: Verdict, failed: frozenset[str]) -> Checks:
     found = {finding.id for finding in verdict.findings}
     contradicted = {name for finding in found if finding in RULES for name in RULES[finding].masks}
     why_missing = cache(partial(_why_missing, run))
-    silent: dict[str, str] | None = None
-    passed: list[PassedCheck] = []
-    reasons: dict[str, list[str]] = {}
+    silent = cache(partial(silent_rules, run))
+    passed: dict[str, str] = {}
+    skipped: dict[str, list[str]] = {}
     for name, rule in RULES.items():
         if name in found or not (rule.default or settings.get(name, False) is not False):
             continue
@@ -272,18 +233,14 @@ def _checks(run: Run, verdict: Verdict, failed: frozenset[str]) -> Checks:
             reason = "no step was finite"
         elif steps <= least:
             reason = f"too early: needs more than {least:,} steps{before}"
-        elif name in NOISE_RULES:
-            silent = silent_rules(run) if silent is None else silent
-            reason = silent.get(name, "")
         else:
-            reason = ""
+            reason = silent().get(name, "") if name in NOISE_RULES else ""
         if reason:
-            reasons.setdefault(reason, []).append(name)
+            skipped.setdefault(reason, []).append(name)
         elif name not in contradicted:
             more = layers_without_signal(run) if name == "estimator_unreliable" else ""
-            passed.append(PassedCheck(id=name, text=passed_text(name) + more))
-    skipped = tuple(SkippedChecks(reason=reason, ids=tuple(ids)) for reason, ids in reasons.items())
-    return Checks(passed=tuple(passed), skipped=skipped, until=until)
+            passed[name] = passed_text(name) + more
+    return Checks(passed=passed, skipped=skipped, until=until)
 
 
 def _why_missing(run: Run, needed: str) -> str:

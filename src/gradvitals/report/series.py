@@ -129,10 +129,15 @@ class Table:
         """Yields steps and ``[steps, rows]``, window by window."""
         for window in windows(steps, len(run.names(self.kind)) * len(self.metrics), at_a_time):
             since, until = int(window[0]) - 1, int(window[-1])
-            parts = [run.matrix(name, self.kind, source=source, since=since, until=until) for name in self.metrics]
-            own = parts[0][0]
+            own, first = run.matrix(self.metrics[0], self.kind, source=source, since=since, until=until)
+            parts = [first]
+            for name in self.metrics[1:]:
+                steps, rows = run.matrix(name, self.kind, source=source, since=since, until=until)
+                _, at, of = np.intersect1d(own, steps, assume_unique=True, return_indices=True)
+                parts.append(np.full(first.shape, np.nan))
+                parts[-1][at] = rows[of]
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                yield own, self.combine(*(_at_steps(own, *part) for part in parts))
+                yield own, self.combine(*parts)
 
 
 SHARES = ("activation/dead_fraction", "grad/zero_fraction")
@@ -159,31 +164,17 @@ def table_of(run: Run, metric: str, kind: Kind) -> Table | None:
         return None
     by = ByLayer(run)
     if metric == "update/ratio" and {"update/norm", "weight/norm"} <= set(tensors):
-        return Table(("update/norm", "weight/norm"), "tensors", lambda *both: _ratio(by, *both), by.layers)
+        both = ("update/norm", "weight/norm")
+        return Table(both, "tensors", lambda updates, weights: by.norms(updates) / by.norms(weights), by.layers)
     worst = {"gsnr": np.fmin, **dict.fromkeys(("update/ratio", *SHARES), np.fmax)}.get(metric)
     if worst is None or metric not in tensors:
         return None
     return Table((metric,), "tensors", lambda values: by.reduced(values, worst), by.layers)
 
 
-def _ratio(by: ByLayer, updates: Floats, weights: Floats) -> Floats:
-    ratio: Floats = by.norms(updates) / by.norms(weights)
-    return ratio
-
-
 def _marked(norms: Floats, nonfinite: Floats | None = None) -> Floats:
     """Makes norms infinite if the gradient held NaN or Inf: a norm that is NaN may also just not have been read."""
     return norms if nonfinite is None else np.where(nonfinite > 0, np.inf, norms)
-
-
-def _at_steps(wanted: Steps, steps: Steps, rows: Floats) -> Floats:
-    """Returns the rows at the steps wanted, NaN for those that are missing."""
-    if np.array_equal(steps, wanted):
-        return rows
-    out = np.full((wanted.size, rows.shape[1]), np.nan)
-    _, at, of = np.intersect1d(wanted, steps, assume_unique=True, return_indices=True)
-    out[at] = rows[of]
-    return out
 
 
 # -- curves --------------------------------------------------------------------------------------------------------

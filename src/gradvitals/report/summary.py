@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 from gradvitals.report.caveats import adam_memory, negative_gsnr
 from gradvitals.report.format import duration, plural
 from gradvitals.report.series import ByLayer, Floats, scan
-from gradvitals.report.verdict import STATES, State, metric_of_every_step, num_ranks, state_of
+from gradvitals.report.verdict import State, metric_of_every_step, num_ranks, progress, state_of
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run
 from gradvitals.types import FloatArray
 
 NAN = float("nan")
 TRENDS = ("loss", "grad/norm", "gsnr", "lr", "vrgd/mean")
+LARGE_SPIKE = 5
+"""A spike ratio above this is marked."""
 MAX_WORST = 5
 """How many tensors each list of the worst ones names."""
 
@@ -36,9 +38,9 @@ class Trend:
 
     def to_json(self) -> dict[str, Any]:
         """Returns first, latest and extremes; `gradvitals export` has the whole series."""
-        seen = self.values[np.isfinite(self.values)]
-        ends = {"min": seen.min() if seen.size else NAN, "max": seen.max() if seen.size else NAN}
-        return {"metric": self.metric, "source": self.source, "first": self.first, "latest": self.latest, **ends}
+        seen = self.values[np.isfinite(self.values)] if np.isfinite(self.values).any() else np.array([NAN])
+        own = {"metric": self.metric, "source": self.source, "first": self.first, "latest": self.latest}
+        return {**own, "min": seen.min(), "max": seen.max()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +55,8 @@ class NoiseScale:
     source: str | None
     batch_known: bool
     """Whether the loop reported how many samples a step has."""
-
-    @property
-    def identifiable(self) -> bool:
-        """Whether there is a value."""
-        return bool(np.isfinite(self.value))
+    identifiable: bool
+    """Whether there is a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +118,8 @@ class Summary:
     run: str
     last_step: int | None
     state: State
+    progress: str
+    """The state, and how far it is, in words."""
     seconds: float
     num_ranks: int
     num_tensors: int
@@ -137,9 +138,9 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain values except for NaN, which the printer handles."""
-        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "worst"}
+        data = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("worst", "progress")}
         data["trends"] = {trend.metric: trend.to_json() for trend in self.trends}
-        data["noise_scale"] = {**asdict(self.noise_scale), "identifiable": self.noise_scale.identifiable}
+        data["noise_scale"] = asdict(self.noise_scale)
         data["largest_spike"] = asdict(self.largest_spike) if self.largest_spike else None
         data["layers"] = [asdict(row) for row in self.layers]
         worst = {found.metric: [asdict(row) for row in found.rows] for found in self.worst}
@@ -148,12 +149,9 @@ class Summary:
     @property
     def about(self) -> str:
         """The state of the run and its size, in a line."""
-        last = self.last_step
-        at = f"step {last:,}" if last is not None and self.state == "running" else plural((last or 0) + 1, "step")
-        steps = at if last is not None else "no steps"
         ranks = f"{plural(self.num_ranks, 'rank')}, " if self.num_ranks > 1 else ""
         size = f"{self.num_parameters:,} parameters in {plural(self.num_tensors, 'tensor')}"
-        return f"{STATES[self.state]}, {steps}, {duration(self.seconds)}, {ranks}{size}"
+        return f"{self.progress}, {duration(self.seconds)}, {ranks}{size}"
 
     def trend(self, metric: str) -> Trend | None:
         """Returns the trend of one metric, None if the run has none."""
@@ -166,13 +164,17 @@ def summarize(run: Run, *, whole_run: bool = True) -> Summary:
     layers_step, layers = layer_rows(run, source)
     worst = worst_lists(run, source, whole_run=whole_run)
     trends = tuple(trend for metric in TRENDS if (trend := _trend(run, metric)) is not None)
-    in_tables = [row.gsnr for row in layers] + [
-        row.value for found in worst if found.metric == "gsnr" for row in found.rows
-    ]
+    shown = {source: [row.gsnr for row in layers]}
+    shown[source] += [row.value for found in worst if found.metric == "gsnr" for row in found.rows]
+    for trend in trends:
+        if trend.metric == "gsnr":
+            shown.setdefault(trend.source, []).append(trend.latest)
+    caveats = (negative_gsnr(values, origin) for origin, values in shown.items())
     return Summary(
         run=str(run.path),
         last_step=run.last_step,
         state=state_of(run),
+        progress=progress(run),
         seconds=float((run.meta["finished_at"] or run.meta["heartbeat"]) - run.meta["started_at"]),
         num_ranks=num_ranks(run.meta),
         num_tensors=len(run.tensors),
@@ -182,7 +184,7 @@ def summarize(run: Run, *, whole_run: bool = True) -> Summary:
         noise_scale=_noise_scale(run),
         gsnr_source=source,
         gsnr_batch_size=_batch_size(run, source),
-        gsnr_caveat=_gsnr_caveat(run, source, trends, in_tables),
+        gsnr_caveat=(adam_memory(run) if "adam" in shown else "") or next(filter(None, caveats), ""),
         largest_spike=_largest_spike(run),
         layers_step=layers_step,
         layers=layers,
@@ -194,16 +196,6 @@ def knows_batch(run: Run) -> bool:
     """Returns whether the loop reported how many samples a step has."""
     counted = metric_of_every_step(run)
     return counted is not None and bool(np.isfinite(run.batch_sizes(counted)[1]).any())
-
-
-def _gsnr_caveat(run: Run, source: str | None, trends: Sequence[Trend], in_tables: Sequence[float]) -> str:
-    trend = next((trend for trend in trends if trend.metric == "gsnr"), None)
-    of_adam = "adam" in (source, trend.source if trend else None)
-    return (
-        (adam_memory(run) if of_adam else "")
-        or negative_gsnr(in_tables, source)
-        or (negative_gsnr([trend.latest], trend.source) if trend else "")
-    )
 
 
 def _first_source(run: Run, metric: str, kind: Kind) -> str | None:
@@ -230,13 +222,15 @@ def _noise_scale(run: Run) -> NoiseScale:
         values = run.series(metric, source=source)[1] if metric in available else np.empty(0)
         return float(values[-1]) if values.size else NAN
 
+    value = latest("noise_scale")
     return NoiseScale(
         measured="noise_scale" in available,
-        value=latest("noise_scale"),
+        value=value,
         low=latest("noise_scale_low"),
         high=latest("noise_scale_high"),
         source=source,
         batch_known=knows_batch(run),
+        identifiable=bool(np.isfinite(value)),
     )
 
 
@@ -244,8 +238,8 @@ def _batch_size(run: Run, source: str | None) -> float | None:
     if source is None:
         return None
     kind: Kind = "layers" if source in run.sources("gsnr", "layers") else "tensors"
-    _, sizes = run.batch_sizes("gsnr", kind=kind, source=source)
-    return float(sizes[-1]) if sizes.size and not np.isnan(sizes[-1]) else None
+    sizes = run.batch_sizes("gsnr", kind=kind, source=source)[1][-1:]
+    return float(sizes[0]) if sizes.size and not np.isnan(sizes[0]) else None
 
 
 def _largest_spike(run: Run) -> Spike | None:
@@ -280,13 +274,17 @@ def layer_rows(run: Run, source: str | None) -> tuple[int | None, tuple[LayerRow
     if not steps or not layers:
         return None, ()
     by = ByLayer(run)
+    update_step, updates = _latest(run, "update/norm", "tensors")
+    weight_step, weights = _latest(run, "weight/norm", "tensors")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = by.norms(updates) / by.norms(weights) * (1 if update_step == weight_step else NAN)
     columns = {
         "grad_norm": by.all_layers(by.norms(norms)),
         "spike_ratio": by.all_layers(by.reduced(_latest(run, "grad/spike_ratio", "tensors")[1], np.fmax)),
         "gsnr": gsnr,
         "gsnr_low": _latest(run, "gsnr_low", "layers", source)[1],
         "gsnr_high": _latest(run, "gsnr_high", "layers", source)[1],
-        "update_ratio": _update_ratios(run, by),
+        "update_ratio": by.all_layers(ratios),
     }
     rows = (
         LayerRow(name=name, **{column: float(values[i]) for column, values in columns.items()})
@@ -297,35 +295,29 @@ def layer_rows(run: Run, source: str | None) -> tuple[int | None, tuple[LayerRow
 
 def worst_lists(run: Run, source: str | None, *, whole_run: bool = True) -> tuple[WorstList, ...]:
     """Returns the tensors that stand out in the whole run, or at the latest reading; no empty lists."""
-    now = "at the latest reading"
+    names, now = run.names("tensors"), "at the latest reading"
     origin = f"from {source}, {now}" if source else now
-    lists = [
-        ("gsnr", "Lowest GSNR", origin, _latest_extremes(run, "gsnr", source, lowest=True)),
-        ("update/ratio", "Largest update/weight", now, _latest_extremes(run, "update/ratio")),
-    ]
-    if whole_run:
-        spikes = "norm over its moving average, in the whole run"
-        nonfinite = "elements when first seen; 1: at least one"
-        lists.insert(1, ("grad/spike_ratio", "Largest spike ratio", spikes, _extremes(run, "grad/spike_ratio")))
-        first = _first_nonzero(run, "grad/nonfinite")
-        lists.insert(0, ("grad/nonfinite", "NaN or Inf in the gradient", nonfinite, first))
+    spikes = "norm over its moving average, in the whole run"
+    nonfinite = "elements when first seen; 1: at least one"
+    gsnr_step, gsnr = _latest(run, "gsnr", "tensors", source)
+    update_step, updates = _latest(run, "update/ratio", "tensors")
+    lists = (
+        ("grad/nonfinite", "NaN or Inf in the gradient", nonfinite, _first_nonfinite(run) if whole_run else ()),
+        ("gsnr", "Lowest GSNR", origin, _top(names, gsnr, gsnr_step, lowest=True)),
+        ("grad/spike_ratio", "Largest spike ratio", spikes, _largest_spikes(run) if whole_run else ()),
+        ("update/ratio", "Largest update/weight", now, _top(names, updates, update_step)),
+    )
     return tuple(
         WorstList(metric=metric, title=title, remark=remark, rows=rows) for metric, title, remark, rows in lists if rows
     )
 
 
-def _latest_extremes(run: Run, metric: str, source: str | None = None, *, lowest: bool = False) -> tuple[Worst, ...]:
-    """Returns the tensors with the largest (or lowest) values at the latest reading, the most extreme first."""
-    step, values = _latest(run, metric, "tensors", source)
-    return () if step is None else _top(run.names("tensors"), values, step, lowest=lowest)
-
-
-def _extremes(run: Run, metric: str) -> tuple[Worst, ...]:
-    """Returns the tensors with the largest values anywhere in the run, each with the step of its largest."""
+def _largest_spikes(run: Run) -> tuple[Worst, ...]:
+    """Returns the tensors with the largest spike ratios anywhere in the run, each with the step of its largest."""
     names = run.names("tensors")
     best = np.full(len(names), -np.inf)
     when = np.zeros(len(names), dtype=np.int64)
-    for steps, rows in scan(run, metric):
+    for steps, rows in scan(run, "grad/spike_ratio"):
         known = np.where(np.isnan(rows), -np.inf, rows)
         at = known.argmax(axis=0)
         top = known.max(axis=0)
@@ -334,14 +326,14 @@ def _extremes(run: Run, metric: str) -> tuple[Worst, ...]:
     return _top(names, np.where(best == -np.inf, np.nan, best), when)
 
 
-def _first_nonzero(run: Run, metric: str) -> tuple[Worst, ...]:
-    """Returns the tensors whose value was ever above zero, with the first such value and step, the earliest first.
+def _first_nonfinite(run: Run) -> tuple[Worst, ...]:
+    """Returns the tensors whose gradient ever held NaN or Inf, with how many at first and when, the earliest first.
 
     Those of one step come in the order of backward, so that the list starts where the finding says that it started.
     """
     found: dict[int, Worst] = {}
     names = run.names("tensors")
-    for steps, rows in scan(run, metric):
+    for steps, rows in scan(run, "grad/nonfinite"):
         for row in np.flatnonzero((rows > 0).any(axis=0)).tolist():
             if row not in found:
                 at = int(np.argmax(rows[:, row] > 0))
@@ -359,18 +351,10 @@ def _latest(run: Run, metric: str, kind: Kind, source: str | None = None) -> tup
     return run.table(metric, kind=kind, source=source, step=int(steps[-1])) if steps.size else (None, missing)
 
 
-def _update_ratios(run: Run, by: ByLayer) -> Floats:
-    update_step, updates = _latest(run, "update/norm", "tensors")
-    weight_step, weights = _latest(run, "weight/norm", "tensors")
-    if update_step is None or update_step != weight_step:
-        return np.full(len(run.names("layers")), np.nan)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return by.all_layers(by.norms(updates) / by.norms(weights))
-
-
 def _top(
     names: Sequence[str], values: Floats, steps: Any, *, lowest: bool = False, count: int = MAX_WORST
 ) -> tuple[Worst, ...]:
+    """Returns the most extreme values with their names; none if there was no reading."""
     known = np.flatnonzero(~np.isnan(values) if lowest else values > 0)  # a largest value of zero is no news
     order = known[np.argsort(values[known] if lowest else -values[known], kind="stable")]
     when = np.broadcast_to(steps, values.shape)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any
+from functools import wraps
+from typing import ParamSpec
 
 import numpy as np
 from rich import box
@@ -17,24 +17,27 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from gradvitals.advise import Advice, Advised, Confidence, Figure
+from gradvitals.advise import Advice, Advised, Confidence
 from gradvitals.report.catalog import Entry, name_of
-from gradvitals.report.describe import TITLE, evidence, latest_actions, summarize_actions, where
 from gradvitals.report.format import (
     ASCII_BLOCKS,
     BLOCKS,
+    TITLE,
     ago,
     capitalized,
     clean,
     cut,
     fix_snippet,
+    latest_actions,
     number,
     plural,
     sparkline,
+    summarize_actions,
+    where,
 )
 from gradvitals.report.listing import RunLine
 from gradvitals.report.report import Report
-from gradvitals.report.summary import Summary, WorstList
+from gradvitals.report.summary import LARGE_SPIKE, Summary, WorstList
 from gradvitals.report.verdict import (
     LABELS,
     UNDIAGNOSED,
@@ -47,6 +50,8 @@ from gradvitals.report.verdict import (
     was_diagnosed,
 )
 from gradvitals.types import Action, Finding, FloatArray, Severity
+
+P = ParamSpec("P")
 
 STYLES: dict[Severity, str] = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
 LEVEL_STYLES: dict[Level, str] = {"healthy": "bold green", "attention": "bold yellow", "unhealthy": "bold red"}
@@ -78,10 +83,18 @@ OTHER_FINDINGS = 4
 """Findings beside the worst one that doctor names without --verbose."""
 NAME_WIDTH = 16
 """Characters that a name gets before a column is dropped."""
-LARGE_SPIKE = 5
-"""A spike ratio above this is marked."""
 MAX_LAYERS = 400
 """Rows of the layer table; with more, those in the middle are skipped."""
+
+
+def grouped(parts: Callable[P, Iterator[RenderableType]]) -> Callable[P, Group]:
+    """Makes a function that yields the parts of a report one that returns the report."""
+
+    @wraps(parts)
+    def render(*args: P.args, **options: P.kwargs) -> Group:
+        return Group(*parts(*args, **options))
+
+    return render
 
 
 @dataclass(frozen=True)
@@ -160,19 +173,23 @@ class FittedTable:
 # -- gradvitals doctor ---------------------------------------------------------------------------------------------
 
 
-def render_doctor(report: Report, *, verbose: bool = False, all_checks: bool = False) -> RenderableType:
+@grouped
+def render_doctor(report: Report, *, verbose: bool = False, all_checks: bool = False) -> Iterator[RenderableType]:
     """Returns what `gradvitals doctor` prints: the worst finding, or on demand every finding or also every check."""
-    return Group(*(_doctor_in_full(report, all_checks) if verbose or all_checks else _doctor_in_short(report)))
+    yield headline(report.verdict)
+    yield from _doctor_in_full(report, all_checks) if verbose or all_checks else _doctor_in_short(report)
 
 
 def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
     verdict = report.verdict
-    yield headline(verdict)
     if report.diagnosed.replayed:
         yield Paragraph("", Text(f"Replayed with the current rules ({report.diagnosed.replayed}).", style="dim"))
     worst = verdict.worst
-    if worst is not None and verdict.level != "healthy":
-        yield from _diagnosis(worst, live=verdict.live)
+    if worst is not None and verdict.level != "healthy":  # the headline has the title of the worst
+        place = [worst.place] if worst.place else []
+        yield from _labeled("Likely cause", worst.finding.causes[:1])
+        yield from _labeled("Fix", worst.finding.fixes[:1])
+        yield from _labeled("Evidence", ["; ".join([*worst.evidence[:EVIDENCE], *place])])
         caused = verdict.consequences()
         if caused:
             names = Counter(in_sentence(name_of(item.finding.id)) for item in caused)
@@ -180,10 +197,11 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
             yield Paragraph("  Also caused by this: ", clean(text), "bold")
         rest = [item for item in verdict.ranked[1:] if item not in caused and item.weight != "info"]
         for item in rest[:OTHER_FINDINGS]:
-            yield _heading(item, suffix=f"; {item.when(live=verdict.live)}")
+            yield _heading(item, routine=True, suffix=f"; {item.when(live=verdict.live)}")
         if len(rest) > OTHER_FINDINGS:
             yield Text(f"and {len(rest) - OTHER_FINDINGS} more findings")
-    if report.caveat and report.uses_gsnr:
+    counting = (item.finding.evidence.get("seen") for item in verdict.ranked if item.weight != "info")
+    if report.caveat and any("source" in (seen or {}) for seen in counting):  # the verdict rests on a GSNR
         yield Paragraph("Note: ", clean(report.caveat), "yellow")
     if report.actions:
         yield Paragraph("", clean(f"{capitalized(summarize_actions(report.actions).splitlines()[0])}."))
@@ -194,34 +212,24 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
     yield Paragraph("", Text.assemble((f"{clean(name)}: ", "dim"), report.checks.counted, (" (-v for more)", "dim")))
 
 
-def _diagnosis(item: RankedFinding, *, live: bool) -> Iterator[RenderableType]:
-    """Yields cause, fix and evidence of the worst finding; the headline has its title."""
-    finding = item.finding
-    place = f"in {where(finding)}" if finding.tensors and not finding.says_where else ""
-    seen = "; ".join([*islice(evidence(finding.evidence, finding.id), EVIDENCE), *([place] if place else [])])
-    for text in finding.causes[:1]:
-        yield _labeled("Likely cause", text)
-    for fix in finding.fixes[:1]:
-        yield _labeled("Fix", fix)
-        yield from _snippet(fix)
-    if seen:
-        yield _labeled("Evidence", seen)
-
-
-def _labeled(label: str, text: str) -> Paragraph:
-    return Paragraph(f"  {label}".ljust(LABEL_WIDTH), clean(text), "bold")
-
-
-def _snippet(fix: Any) -> Iterator[RenderableType]:
-    """Yields the lines to paste, if the fix has any."""
-    for line in fix_snippet(fix).splitlines():
-        yield Text(f"    {clean(line)}", style="green", no_wrap=True, overflow="ignore")
+def _labeled(label: str, texts: Sequence[str], *, numbered: bool = False) -> Iterator[RenderableType]:
+    """Yields texts under a label, with the lines to paste if they are fixes that have any."""
+    for i, text in enumerate(filter(None, texts)):
+        head = f"  {'' if i else label}".ljust(LABEL_WIDTH)
+        yield Paragraph(f"{head}{i + 1}. " if numbered and len(texts) > 1 else head, clean(text), "bold")
+        for line in fix_snippet(text).splitlines():
+            yield Text(f"    {clean(line)}", style="green", no_wrap=True, overflow="ignore")
 
 
 def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType]:
     verdict, checks = report.verdict, report.checks
-    yield headline(verdict)
-    yield Paragraph("", Text(_origin(report), style="dim"))
+    origin = clean(str(report.run.path))
+    if report.diagnosed.replayed:
+        origin += (
+            f", replayed with the current rules ({report.diagnosed.replayed}). A run stores fewer tensor readings than "
+            "it takes, so some findings come later, or not at all."
+        )
+    yield Paragraph("", Text(origin, style="dim"))
     for item in verdict.ranked:
         yield from (Text(), finding_in_full(item, live=verdict.live, routine=all_checks))
     if verdict.ranked:
@@ -239,58 +247,38 @@ def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType
     yield Text()
     if all_checks:
         yield Text(f"{checks.passed_title} ({len(checks.passed)})", style="bold")
-        yield from (Paragraph(BULLET, clean(item.text)) for item in checks.passed)
+        yield from (Paragraph(BULLET, clean(text)) for text in checks.passed.values())
         yield from (Text(), Text(f"Checks skipped ({checks.num_skipped})", style="bold"))
-        for skipped in checks.skipped:
-            yield Paragraph(BULLET, clean(f"{skipped.reason} ({', '.join(skipped.names)})"))
+        yield from (Paragraph(BULLET, clean(line)) for line in checks.skipped_lines)
     else:
         yield Paragraph("", Text.assemble(checks.counted, (" (--all to list them)", "dim")))
     if report.monitoring:
         yield from (Text(), *monitoring_section(report.monitoring))
 
 
-def _origin(report: Report) -> str:
-    run, why = clean(str(report.run.path)), report.diagnosed.replayed
-    if not why:
-        return run
-    return (
-        f"{run}, replayed with the current rules ({why}). A run stores fewer tensor readings than it takes, so some "
-        "findings come later, or not at all."
-    )
-
-
-def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -> RenderableType:
+@grouped
+def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -> Iterator[RenderableType]:
     """Returns where, when, evidence, likely causes and fixes; a routine note takes one line unless `routine`."""
-    finding = item.finding
+    yield _heading(item, routine=routine)
     if item.is_routine and not routine:
-        return _routine(item)
-    limit = LIKELIEST if item.weight != "info" else 1
-    parts: list[tuple[str, Sequence[str]]] = [
-        ("Where", [where(finding)] if finding.tensors else []),
-        ("When", [item.when(live=live, found=True)]),
-        ("Evidence", list(evidence(finding.evidence, finding.id))),
-        ("Likely cause", finding.causes[: 1 if finding.follows else limit]),
-        ("Fix", [f"Fix {finding.follows} first"] if finding.follows else finding.fixes[:limit]),
-    ]
-    lines: list[RenderableType] = []
-    for label, texts in parts:
-        for i, text in enumerate(texts):
-            head = f"  {'' if i else label}".ljust(LABEL_WIDTH)
-            several = label in ("Likely cause", "Fix") and len(texts) > 1
-            lines.append(Paragraph(f"{head}{i + 1}. " if several else head, clean(text), "bold"))
-            lines += _snippet(text) if label == "Fix" else ()
-    return Group(_heading(item), *lines)
+        return
+    finding, limit = item.finding, LIKELIEST if item.weight != "info" else 1
+    yield from _labeled("Where", [where(finding)] if finding.tensors else [])
+    yield from _labeled("When", [item.when(live=live, found=True)])
+    yield from _labeled("Evidence", item.evidence)
+    yield from _labeled("Likely cause", finding.causes[: 1 if finding.follows else limit], numbered=True)
+    yield from _labeled("Fix", item.fixes[:limit], numbered=True)
 
 
-def finding_in_short(item: RankedFinding, *, live: bool) -> RenderableType:
+@grouped
+def finding_in_short(item: RankedFinding, *, live: bool) -> Iterator[RenderableType]:
     """Returns a finding in a few lines: what, where and when, and the first fix."""
-    finding = item.finding
+    yield _heading(item)
     if item.is_routine:
-        return _routine(item)
-    place = f"in {where(finding, 2)}; " if finding.tensors and not finding.says_where else ""
-    fixes = [f"Fix {finding.follows} first"] if finding.follows else [f"Fix: {fix}" for fix in finding.fixes[:1]]
-    lines = [f"{place}{item.when(live=live)}", *fixes]
-    return Group(_heading(item), *(Paragraph("  ", clean(line)) for line in lines))
+        return
+    place = f"in {where(item.finding, 2)}; " if item.place else ""
+    fixes = [text if item.finding.follows else f"Fix: {text}" for text in item.fixes[:1]]
+    yield from (Paragraph("  ", clean(line)) for line in (f"{place}{item.when(live=live)}", *fixes))
 
 
 def headline(verdict: Verdict) -> RenderableType:
@@ -316,33 +304,26 @@ def monitoring_section(findings: Sequence[Finding]) -> Iterator[RenderableType]:
         yield Paragraph(BULLET, clean(f"{finding.title} (step {finding.first_step:,}){fix}"))
 
 
-def _heading(item: RankedFinding, suffix: str = "") -> RenderableType:
-    return _headed(item, clean(cut(item.finding.title, TITLE)), "bold", clean(suffix))
+def _heading(item: RankedFinding, *, routine: bool = False, suffix: str = "") -> RenderableType:
+    """Returns severity, title and id; of a routine note its name, unless `routine`."""
+    finding, style = item.finding, STYLES[item.finding.severity] if item.is_open else "dim"
+    title = (clean(cut(finding.title, TITLE)), "bold")
+    if item.is_routine and not routine:
+        title = (f"{in_sentence(name_of(finding.id))}, as in nearly every healthy run", "")
+    whole = Text.assemble(title, (f" [{clean(cut(finding.id))}]", "dim"), clean(suffix))
+    return Paragraph(f"{item.label}: ", whole, style)
 
 
-def _routine(item: RankedFinding) -> RenderableType:
-    return _headed(item, f"{in_sentence(name_of(item.finding.id))}, as in nearly every healthy run")
-
-
-def _headed(item: RankedFinding, text: str, style: str = "", suffix: str = "") -> RenderableType:
-    finding = item.finding
-    severity = finding.severity if item.is_open else f"{finding.severity}, resolved"
-    whole = Text.assemble((text, style), (f" [{clean(cut(finding.id))}]", "dim"), suffix)
-    return Paragraph(f"{severity}: ", whole, STYLES[finding.severity] if item.is_open else "dim")
-
-
-def render_rules(entries: Sequence[Entry]) -> RenderableType:
+@grouped
+def render_rules(entries: Sequence[Entry]) -> Iterator[RenderableType]:
     """Returns every rule by its id, with its pattern."""
     width = max((len(clean(entry.id)) for entry in entries), default=0) + 2
-    return Group(*(Paragraph(clean(entry.id).ljust(width), clean(entry.pattern), "bold") for entry in entries))
+    yield from (Paragraph(clean(entry.id).ljust(width), clean(entry.pattern), "bold") for entry in entries)
 
 
-def render_rule(entry: Entry, *, verbose: bool = False) -> RenderableType:
+@grouped
+def render_rule(entry: Entry, *, verbose: bool = False) -> Iterator[RenderableType]:
     """Returns one rule: what it looks for, causes and fixes; `verbose` adds its settings."""
-    return Group(*_rule_sections(entry, verbose=verbose))
-
-
-def _rule_sections(entry: Entry, *, verbose: bool) -> Iterator[RenderableType]:
     yield Text.assemble((clean(entry.name), "bold"), (f"  [{clean(entry.id)}]", "dim"))
     yield Paragraph("", clean(entry.pattern))
     yield Paragraph("", entry.conditions.replace("`", ""))
@@ -368,28 +349,10 @@ def _rule_sections(entry: Entry, *, verbose: bool) -> Iterator[RenderableType]:
 # -- gradvitals report ---------------------------------------------------------------------------------------------
 
 
-def render_report(report: Report) -> RenderableType:
+@grouped
+def render_report(report: Report) -> Iterator[RenderableType]:
     """Returns what `gradvitals report` prints, ready for `rich.console.Console.print`."""
-    return Group(*_report_sections(report))
-
-
-def findings_section(report: Report) -> Iterator[RenderableType]:
-    """Yields the verdict, the findings in short, what was done, and what gradvitals reports about itself."""
-    verdict = report.recorded_verdict
-    diagnosed = was_diagnosed(report.run.meta)
-    if diagnosed and report.run.last_step is not None:
-        yield headline(verdict)
-    elif not diagnosed:
-        yield Paragraph("", UNDIAGNOSED)
-    yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked)
-    if verdict.ranked:
-        yield Paragraph("", Text("`gradvitals doctor -v` has the evidence and the causes.", style="dim"))
-    yield from actions_section(report.actions)
-    yield from monitoring_section(report.monitoring)
-
-
-def _report_sections(report: Report) -> Iterator[RenderableType]:
-    summary = report.summary
+    summary, verdict = report.summary, report.recorded_verdict
     yield summary_head(summary)
     if summary.last_step is None:
         yield Text("No readings yet.")
@@ -402,7 +365,15 @@ def _report_sections(report: Report) -> Iterator[RenderableType]:
         yield layer_table(summary)
     for worst in summary.worst:
         yield from (worst_list(worst), Text())
-    yield from findings_section(report)
+    if not was_diagnosed(report.run.meta):
+        yield Paragraph("", UNDIAGNOSED)
+    elif summary.last_step is not None:
+        yield headline(verdict)
+    yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked)
+    if verdict.ranked:
+        yield Paragraph("", Text("`gradvitals doctor -v` has the evidence and the causes.", style="dim"))
+    yield from actions_section(report.actions)
+    yield from monitoring_section(report.monitoring)
     if summary.dropped:
         yield Text(f"{summary.dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
 
@@ -424,34 +395,28 @@ def vitals_table(summary: Summary) -> Table:
 
 
 def _vitals(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
+    def labeled(label: str, source: str | None) -> str:  # values of different sources are different quantities
+        return label if source is None else f"{label} ({clean(source)})"
+
     for metric, label in METRIC_LABELS.items():
         trend = summary.trend(metric)
         if trend is not None:
-            yield _with_source(label, trend.source), number(trend.latest), _spark_of(metric, trend.values)
+            values = np.asarray(trend.values, dtype=np.float64)
+            if metric in ("loss", "grad/norm"):  # NaN of these is not a gap but an alarm
+                values = np.where(np.isnan(values), np.inf, values)
+            # A spike of the norm is the news, so it may flatten the rest; for other metrics the shape is.
+            spark = Spark(values, robust=metric != "grad/norm")
+            yield labeled(label, trend.source), number(trend.latest), spark
     scale = summary.noise_scale
-    if scale.identifiable:
-        unit = "samples"
-        unknown = math.isnan(scale.low) and math.isnan(scale.high)
-        ends = "" if unknown else f" (95%: {number(scale.low)} to {number(scale.high)})"
-        yield _with_source("noise scale", scale.source), number(scale.value), f"{unit}{ends}"
-    elif scale.measured:
-        yield _with_source("noise scale", scale.source), "-", "not identifiable from these readings"
-    else:
+    if not scale.measured:
         also = "" if scale.batch_known else ", and watch(..., batch_size=...)"
         yield "noise scale", "-", f"needs two or more backward passes per step{also}"
-
-
-def _with_source(label: str, source: str | None) -> str:
-    """Returns the label and its source: values of different sources are different quantities."""
-    return label if source is None else f"{label} ({clean(source)})"
-
-
-def _spark_of(metric: str, values: FloatArray) -> Spark:
-    series = np.asarray(values, dtype=np.float64)
-    if metric in ("loss", "grad/norm"):  # NaN of these is not a gap but an alarm
-        series = np.where(np.isnan(series), np.inf, series)
-    # A spike of the norm is the news, so it may flatten the rest; for other metrics the shape is.
-    return Spark(series, robust=metric != "grad/norm")
+    elif not scale.identifiable:
+        yield labeled("noise scale", scale.source), "-", "not identifiable from these readings"
+    else:
+        unknown = math.isnan(scale.low) and math.isnan(scale.high)
+        ends = "" if unknown else f" (95%: {number(scale.low)} to {number(scale.high)})"
+        yield labeled("noise scale", scale.source), number(scale.value), f"samples{ends}"
 
 
 def layer_table(summary: Summary) -> RenderableType:
@@ -579,12 +544,9 @@ def _end(path: str, width: int) -> str:
 # -- gradvitals advise ---------------------------------------------------------------------------------------------
 
 
-def render_advice(advised: Advised, *, verbose: bool = False) -> RenderableType:
+@grouped
+def render_advice(advised: Advised, *, verbose: bool = False) -> Iterator[RenderableType]:
     """Returns what `gradvitals advise` prints; `verbose` adds the evidence."""
-    return Group(*_advice_sections(advised, verbose=verbose))
-
-
-def _advice_sections(advised: Advised, *, verbose: bool) -> Iterator[RenderableType]:
     count = sum(advice.can_tell for advice in advised.pieces)
     steps = f"{plural(advised.steps, 'step')}{' so far' if advised.live else ''}"
     head = f"Advice on {count} of {len(advised.pieces)} settings"
@@ -609,16 +571,6 @@ def _advice(advice: Advice, *, verbose: bool) -> Iterator[RenderableType]:
         because = f": {advice.because}" if advice.because else ""
         confidence = Text.assemble((advice.confidence, CONFIDENCE_STYLES[advice.confidence]), clean(because))
         yield Paragraph("  Confidence".ljust(LABEL_WIDTH), confidence, "bold")
-    if not verbose:
-        return
-    for i, figure in enumerate(advice.figures):
-        yield Paragraph(f"  {'' if i else 'Evidence'}".ljust(LABEL_WIDTH), clean(_with_steps(figure)), "bold")
-    for i, note in enumerate(advice.notes):
-        yield Paragraph(f"  {'' if i else 'Note'}".ljust(LABEL_WIDTH), clean(note), "bold")
-
-
-def _with_steps(figure: Figure) -> str:
-    first, last = figure.first_step, figure.last_step
-    if first is None or last is None or last <= first:
-        return figure.text
-    return f"{figure.text}; steps {first:,} to {last:,}"
+    if verbose:
+        yield from _labeled("Evidence", [figure.with_steps for figure in advice.figures])
+        yield from _labeled("Note", advice.notes)

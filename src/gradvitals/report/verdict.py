@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,9 @@ from gradvitals.errors import RunError
 from gradvitals.format import number
 from gradvitals.notices import ABOUT_MONITORING
 from gradvitals.report.catalog import NOTICES, name_of
-from gradvitals.report.format import clean, cut, duration, plural
+from gradvitals.report.format import clean, cut, duration, evidence, plural, where
 from gradvitals.store.process import is_gone
-from gradvitals.store.reader import Run, Segment, open_run
+from gradvitals.store.reader import Run, open_run
 from gradvitals.types import SEVERITIES, Finding, Fix, Severity
 
 Level = Literal["healthy", "attention", "unhealthy"]
@@ -72,6 +72,27 @@ class RankedFinding:
         """Whether it is a note that nearly every healthy run has."""
         rule = RULES.get(self.finding.id)
         return rule is not None and rule.ordinary and self.finding.severity == "info"
+
+    @property
+    def label(self) -> str:
+        """Its severity, and that it is resolved if it is."""
+        return self.finding.severity + ("" if self.is_open else ", resolved")
+
+    @property
+    def place(self) -> str:
+        """Where it is, unless it has no tensors or its title says where."""
+        return f"in {where(self.finding)}" if self.finding.tensors and not self.finding.says_where else ""
+
+    @property
+    def evidence(self) -> list[str]:
+        """The numbers that were observed, each beside what was expected."""
+        return list(evidence(self.finding.evidence, self.finding.id))
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """What to do. A consequence is fixed by fixing its root."""
+        root = self.finding.follows
+        return (f"Fix {root} first",) if root else self.finding.fixes
 
     @property
     def unread_before(self) -> int:
@@ -154,6 +175,12 @@ class Verdict:
         return text.replace(f" {worst}", "") if worst else text
 
     @property
+    def checked(self) -> str:
+        """How many checks passed and were skipped; empty if none was made."""
+        passed, skipped = len(self.checks_passed), len(self.checks_skipped)
+        return f"{plural(passed, 'check')} passed, {skipped} skipped" if passed or skipped else ""
+
+    @property
     def num_open(self) -> int:
         """How many findings are open."""
         return sum(item.is_open for item in self.ranked)
@@ -161,15 +188,16 @@ class Verdict:
     def consequences(self) -> tuple[RankedFinding, ...]:
         """Returns the findings that the worst one caused, directly or through others."""
         causes = {item.finding.id: item.finding.follows for item in self.ranked}
-        root, caused = self.ranked[0].finding.id, []
-        for item in self.ranked[1:]:
+        root = self.ranked[0].finding.id if self.ranked else ""
+
+        def is_caused(item: RankedFinding) -> bool:
             cause, seen = item.finding.follows, {item.finding.id}
             while cause is not None and cause != root and cause not in seen:
                 seen.add(cause)
                 cause = causes.get(cause)
-            if cause == root:
-                caused.append(item)
-        return tuple(caused)
+            return cause == root
+
+        return tuple(filter(is_caused, self.ranked[1:]))
 
     def reaches(self, severity: Severity) -> bool:
         """Returns whether any finding weighs this much by now, or more."""
@@ -193,12 +221,9 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        lines = [self.headline]
-        lines += [f"Likely cause: {self.cause}"] if self.cause else []
-        lines += [f"Fix: {self.fix}"] if self.fix else []
-        if self.checks_passed or self.checks_skipped:
-            lines.append(f"{plural(len(self.checks_passed), 'check')} passed, {len(self.checks_skipped)} skipped")
-        return "\n".join(map(clean, lines))
+        cause = f"Likely cause: {self.cause}" if self.cause else ""
+        fix = f"Fix: {self.fix}" if self.fix else ""
+        return "\n".join(map(clean, filter(None, (self.headline, cause, fix, self.checked))))
 
     def _repr_html_(self) -> str:
         from gradvitals.report.notebook import verdict_html
@@ -237,11 +262,10 @@ def rank(findings: Iterable[Finding], *, last_step: int, steps: int) -> tuple[Ra
         if finding.id not in ABOUT_MONITORING:
             by_id.setdefault(finding.id, []).append(finding)
     ranked = [_ranked(finding, episodes, last_step, steps) for episodes in by_id.values() for finding in episodes]
-    caused: dict[str, Severity] = {}
+    caused: dict[str | None, Severity] = {}
     for item in ranked:
-        if item.finding.follows is not None:
-            known = caused.get(item.finding.follows, "info")
-            caused[item.finding.follows] = max(known, item.weight, key=_rank)
+        root = item.finding.follows
+        caused[root] = max(caused.get(root, "info"), item.weight, key=_rank)
     for at, item in enumerate(ranked):
         if item.is_open or item.weight != "info":
             ranked[at] = replace(item, weight=max(item.weight, caused.get(item.finding.id, "info"), key=_rank))
@@ -276,16 +300,11 @@ def _ranked(finding: Finding, episodes: Sequence[Finding], last_step: int, steps
 
 
 def _order(item: RankedFinding) -> tuple[int, bool, bool, int, bool, int]:
-    finding = item.finding
-    # A consequence comes after its cause if both weigh the same.
-    return (
-        -_rank(item.weight),
-        not (finding.id == STOPPED and item.is_open),
-        finding.follows is not None,
-        -_rank(finding.severity),
-        not item.is_open,
-        finding.first_step,
-    )
+    """Sorts by weight, then what stopped the run, causes before consequences, severity, open ones, and age."""
+    finding, is_over = item.finding, not item.is_open
+    stopped = finding.id == STOPPED and item.is_open
+    by_cause = finding.follows is not None
+    return -_rank(item.weight), not stopped, by_cause, -_rank(finding.severity), is_over, finding.first_step
 
 
 def _rank(severity: Severity) -> int:
@@ -293,14 +312,17 @@ def _rank(severity: Severity) -> int:
 
 
 def _headline(level: Level, ranked: Sequence[RankedFinding], *, steps: int, read: int, live: bool) -> str:
-    counted = (
-        f"{plural(steps, 'step')}{f' (gradients read at {read:,})' if read < steps else ''}{' so far' if live else ''}"
-    )
+    unread = f" (gradients read at {read:,})" if read < steps else ""
+    counted = f"{plural(steps, 'step')}{unread}{' so far' if live else ''}"
     stop = stop_of(ranked)
     others = [item for item in ranked if item is not stop]
     if stop is not None and stop.finding.severity != "info":
+        reason = stop.finding.evidence.get("reason")  # older runs have it in the title alone
+        error = str(reason or stop.finding.title.removeprefix("training stopped with ")).rstrip(".")
+        on_rank = f" on rank {stop.finding.rank}" if stop.finding.rank is not None else ""
+        stopped = f"stopped at step {stop.finding.first_step:,}{on_rank} by {error}"
         before = f"{_counts(others)} before. {_worst(others[0], live=False)}" if others else "no other findings."
-        return f"{LABELS[level]}: {_stopped(stop.finding)}. {counted}, {before}".rstrip()
+        return f"{LABELS[level]}: {stopped}. {counted}, {before}".rstrip()
     by_hand = "" if stop is None else f" Stopped manually at step {stop.finding.first_step:,}."
     if others:
         return f"{LABELS[level]}: {counted}, {_counts(others)}. {_worst(others[0], live=live)}".rstrip() + by_hand
@@ -309,32 +331,21 @@ def _headline(level: Level, ranked: Sequence[RankedFinding], *, steps: int, read
     return f"Healthy: {counted}, no findings.{by_hand}"
 
 
-def _stopped(finding: Finding) -> str:
-    reason = finding.evidence.get("reason")  # older runs have it in the title alone
-    error = str(reason or finding.title.removeprefix("training stopped with ")).rstrip(".")
-    on_rank = f" on rank {finding.rank}" if finding.rank is not None else ""
-    return f"stopped at step {finding.first_step:,}{on_rank} by {error}"
-
-
 def _counts(ranked: Sequence[RankedFinding]) -> str:
-    """Returns how many findings are open, how many of these are notes, and how many are resolved."""
-    opened = [item.finding for item in ranked if item.is_open]
-    notes = [finding for finding in opened if finding.severity == "info"]
-    resolved = [item.finding for item in ranked if not item.is_open]
-    parts = [plural(len(opened) - len(notes), "open finding")] if len(opened) > len(notes) else []
-    parts += [plural(len(notes), "note") + _names(notes)] if notes else []
-    if resolved:
-        # The worst is in the headline anyway; notes are known by their names alone.
-        names = _names(resolved) if all(finding.severity == "info" for finding in resolved) else ""
-        parts.append(f"{len(resolved)} resolved{names}")
+    """Returns how many findings are open, how many of these are notes, and how many are resolved.
+
+    Notes are named: ``2 notes (noisy gradients, clipping never triggers)``.
+    """
+    notes = [item for item in ranked if item.is_open and item.finding.severity == "info"]
+    resolved = [item for item in ranked if not item.is_open]
+    serious = len(ranked) - len(notes) - len(resolved)
+    parts = [plural(serious, "open finding")] if serious else []
+    for listed, counted in ((notes, plural(len(notes), "note")), (resolved, f"{len(resolved)} resolved")):
+        names = list(dict.fromkeys(in_sentence(cut(name_of(item.finding.id))) for item in listed))
+        rest = [f"{len(names) - NAMED_NOTES} more"] if len(names) > NAMED_NOTES else []
+        named = all(item.finding.severity == "info" for item in listed)
+        parts += [counted + (f" ({', '.join(names[:NAMED_NOTES] + rest)})" if named else "")] if listed else []
     return ", ".join(parts)
-
-
-def _names(findings: Sequence[Finding]) -> str:
-    """Returns the names of findings in parentheses: ``(noisy gradients, clipping never triggers)``."""
-    names = list(dict.fromkeys(in_sentence(cut(name_of(finding.id))) for finding in findings))
-    rest = [f"{len(names) - NAMED_NOTES} more"] if len(names) > NAMED_NOTES else []
-    return f" ({', '.join(names[:NAMED_NOTES] + rest)})"
 
 
 def in_sentence(name: str) -> str:
@@ -360,7 +371,7 @@ def _worst(item: RankedFinding, *, live: bool) -> str:
 # -- the verdict on a run ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Diagnosed:
     """The findings of a run, and where they come from."""
 
@@ -379,14 +390,14 @@ def diagnose_run(run: Run, *, again: bool = False, on_step: OnStep | None = None
     """
     if run.last_step is None:
         raise RunError(f"{run.path} has no readings yet; there is nothing to judge")
-    recorded = run.findings
-    undiagnosed = "" if was_diagnosed(run.meta) else "it was recorded without diagnosis"
-    why = "as requested" if again else "it was imported" if "imported" in run.meta else undiagnosed
+    meta, recorded = run.meta, run.findings
+    undiagnosed = "" if was_diagnosed(meta) else "it was recorded without diagnosis"
+    why = "as requested" if again else "it was imported" if "imported" in meta else undiagnosed
     if not why:
-        failed = {str(finding.evidence.get("about")) for finding in recorded if finding.id == "monitor_error"}
-        return Diagnosed(findings=tuple(recorded), failed=frozenset(failed))
+        failed = (str(finding.evidence.get("about")) for finding in recorded if finding.id == "monitor_error")
+        return Diagnosed(tuple(recorded), frozenset(failed))
     replayed = replay(run, on_step)
-    notices = tuple(finding for finding in recorded if finding.id not in RULES)  # no reading shows how a run ended
+    notices = [finding for finding in recorded if finding.id not in RULES]  # no reading shows how a run ended
     return replace(replayed, findings=(*notices, *replayed.findings), replayed=why)
 
 
@@ -396,11 +407,13 @@ def replay(run: Run, on_step: OnStep | None = None) -> Diagnosed:
     Tensors are stored less often than a live run reads them, so some findings come later or not at all.
     """
     failed: set[str] = set()
-    diagnosis = Diagnosis(
-        info=RunInfo.from_json(run.meta.get("facts") or {}),
-        settings=_known_settings(recorded_settings(run.meta)),
-        on_error=lambda rule, error: failed.add(rule),
-    )
+    settings = {name: chosen for name, chosen in recorded_settings(run.meta).items() if name in RULES}
+    for name, chosen in settings.items():  # another version, or a user's own rule, may have had other settings
+        if isinstance(chosen, Mapping):
+            names = {f.name for f in fields(RULES[name]) if f.init}  # type: ignore[arg-type]
+            settings[name] = {key: value for key, value in chosen.items() if key in names}
+    info = RunInfo.from_json(run.meta.get("facts") or {})
+    diagnosis = Diagnosis(info=info, settings=settings, on_error=lambda rule, error: failed.add(rule))
     diagnosis.describe(run.layout)
     has_norms, last_step = "grad/norm" in run.metrics("values"), run.last_step
     for step, grouped in groupby(run.readings(), key=lambda reading: reading.step):
@@ -412,7 +425,7 @@ def replay(run: Run, on_step: OnStep | None = None) -> Diagnosed:
             on_step(step)
     if not run.is_live:
         diagnosis.finish()
-    return Diagnosed(findings=tuple(diagnosis.findings), failed=frozenset(failed))
+    return Diagnosed(tuple(diagnosis.findings), frozenset(failed))
 
 
 def was_diagnosed(meta: Mapping[str, Any]) -> bool:
@@ -423,18 +436,6 @@ def was_diagnosed(meta: Mapping[str, Any]) -> bool:
 def recorded_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of rules that the run was recorded with."""
     return dict((meta.get("config") or {}).get("rules") or {})
-
-
-def _known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that the current rules have: another version, or a user's own rule, may have had others."""
-    known: dict[str, Any] = {}
-    for name, chosen in settings.items():
-        if name in RULES and isinstance(chosen, Mapping):
-            names = {f.name for f in fields(RULES[name]) if f.init}  # type: ignore[arg-type]
-            known[name] = {key: value for key, value in chosen.items() if key in names}
-        elif name in RULES:
-            known[name] = chosen
-    return known
 
 
 def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
@@ -452,24 +453,18 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     verdict = judge(findings, last_step=last_step, steps=steps, read=read, live=run.is_live)
     if state_of(run) == "stopped" and stop_of(verdict.ranked) is None:  # otherwise a finding explains it
         verdict = judge((*findings, _cut_off(run, last_step)), last_step=last_step, steps=steps, read=read)
-    more = [text] if (text := describe_restarts(restarts(run))) else []
+    more, known = [describe_restarts(restarts(run))], run.metrics("values")
     if read < EARLY_STEPS and not verdict.ranked and not run.is_live:
-        more += _seen(run)
-    if "loss" not in run.metrics("values"):
+        seen = []
+        for metric, name in (("loss", "loss"), ("grad/norm", "gradient norm")):
+            if metric in known and len(values := run.series(metric)[1]) > 1:
+                seen.append(f"{name} {number(float(values[0]))} to {number(float(values[-1]))}")
+        more.append(f"So far: {', '.join(seen)}." if seen else "")
+    if "loss" not in known:
         ignored = next((finding for finding in findings if finding.id == "observe_ignored"), None)
         no_loss = NO_LOSS_IMPORTED if "imported" in run.meta else NO_LOSS
         more.append(no_loss if ignored is None else f"No loss was recorded: {ignored.title}.")
-    return replace(verdict, headline=" ".join((verdict.headline, *more)))
-
-
-def _seen(run: Run) -> Iterator[str]:
-    """Yields what the first steps of a run have shown, while there is too little to judge."""
-    parts, known = [], run.metrics("values")
-    for metric, name in (("loss", "loss"), ("grad/norm", "gradient norm")):
-        if metric in known and len(values := run.series(metric)[1]) > 1:
-            parts.append(f"{name} {number(float(values[0]))} to {number(float(values[-1]))}")
-    if parts:
-        yield f"So far: {', '.join(parts)}."
+    return replace(verdict, headline=" ".join(filter(None, (verdict.headline, *more))))
 
 
 def metric_of_every_step(run: Run) -> str | None:
@@ -491,8 +486,7 @@ def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
         yield f"{clean(model)} ({relative(path)}): {verdict.headline}" if len(runs) > 1 else verdict.headline
         if verdict.fix:
             yield f"fix: {clean(verdict.fix)}"
-    for path in runs:
-        yield f"details: gradvitals doctor {relative(path)}"
+    yield from (f"details: gradvitals doctor {relative(path)}" for path in runs)
 
 
 def relative(path: Path) -> str:
@@ -504,7 +498,7 @@ def relative(path: Path) -> str:
 # -- how the processes of a run ended ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Restart:
     """Another process continued the run."""
 
@@ -515,16 +509,20 @@ class Restart:
     crashed: bool
     """Whether that was an error or a kill."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the record as plain JSON values."""
-        return asdict(self)
-
 
 def state_of(run: Run) -> State:
     """Returns whether a run is being written, was closed, or ended without being closed."""
     if run.is_live:
         return "running"
     return "stopped" if run.meta["finished_at"] is None else "finished"
+
+
+def progress(run: Run) -> str:
+    """Returns the state of a run, and how far it is, in words."""
+    state, last = state_of(run), run.last_step
+    if last is None:
+        return f"{STATES[state]}, no steps"
+    return f"{STATES[state]}, {f'step {last:,}' if state == 'running' else plural(last + 1, 'step')}"
 
 
 def _cut_off(run: Run, last_step: int) -> Finding:
@@ -545,11 +543,19 @@ def _cut_off(run: Run, last_step: int) -> Finding:
 
 def restarts(run: Run) -> tuple[Restart, ...]:
     """Returns each time another process continued the run, and why it had to."""
-    segments = run.segments
-    if len(segments) < 2:
-        return ()
     ends = [finding for finding in run.findings if finding.id in WHY_STOPPED]
-    return tuple(_restart(before, after, ends) for before, after in pairwise(segments))
+    found = []
+    for before, after in pairwise(run.segments):
+        first, step = before.first_step, after.first_step
+        # A finding from before the step of the restart is not hidden; only its step shows which process it belongs to.
+        own = [*before.hidden, *(finding for finding in ends if first <= finding.first_step < step)]
+        why = next((finding for name in WHY_STOPPED for finding in own if finding.id == name), None)
+        cut_off = before.finished_at is None
+        text, crashed = "the process was cut off" if cut_off else "the run was closed", cut_off
+        if why is not None:
+            text, crashed = f"{why.title} (step {why.first_step:,})", why.severity != "info"
+        found.append(Restart(step, text, crashed))
+    return tuple(found)
 
 
 def describe_restarts(found: Sequence[Restart]) -> str:
@@ -562,16 +568,3 @@ def describe_restarts(found: Sequence[Restart]) -> str:
     of_these = f" ({crashed} after a crash)" if 1 < len(found) != crashed else ""
     latest = "" if len(found) == 1 else "last "
     return f"Restarted {often}{of_these}, {latest}at step {last.step:,}; before that: {last.why}."
-
-
-def _restart(before: Segment, after: Segment, ends: Sequence[Finding]) -> Restart:
-    # A finding from before the step of the restart is not hidden; only its step shows which process it belongs to.
-    own = [*before.hidden, *(finding for finding in ends if before.first_step <= finding.first_step < after.first_step)]
-    why = next((finding for name in WHY_STOPPED for finding in own if finding.id == name), None)
-    if why is not None:
-        text = f"{why.title} (step {why.first_step:,})"
-        return Restart(step=after.first_step, why=text, crashed=why.severity != "info")
-    cut_off = before.finished_at is None
-    return Restart(
-        step=after.first_step, why="the process was cut off" if cut_off else "the run was closed", crashed=cut_off
-    )

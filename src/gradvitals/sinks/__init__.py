@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradvitals.errors import ConfigError
-from gradvitals.sinks.jsonl import JSONL
-from gradvitals.sinks.mlflow import MLflow
-from gradvitals.sinks.opentelemetry import OpenTelemetry
-from gradvitals.sinks.prometheus import Prometheus
+from gradvitals.sinks.files import JSONL, TensorBoard
+from gradvitals.sinks.gauges import OpenTelemetry, Prometheus
 from gradvitals.sinks.sink import Sink
-from gradvitals.sinks.tensorboard import TensorBoard
-from gradvitals.sinks.trackio import Trackio
-from gradvitals.sinks.wandb import WandB
+from gradvitals.sinks.trackers import MLflow, Trackio, WandB
 
 __all__ = [
     "JSONL",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from gradvitals.errors import MissingExtraError
-from gradvitals.types import SEVERITIES, Action, Finding
+from gradvitals.types import Action, Finding
 
 
 class Openings:
@@ -78,59 +78,6 @@ class Sink:
 
     def close(self) -> None:
         """The run is over: write what is left."""
-
-
-class TrackerSink(Sink):
-    """A sink for a tracker of runs: logs to the run that the script has started, or else to one of its own.
-
-    Args:
-        project: Project of a run of its own, "gradvitals" unless given.
-        prefix: Put before every key, so that it is none of the script's.
-        alerts: Whether warnings and critical findings become alerts.
-        settings: More arguments for a run of its own.
-    """
-
-    def __init__(self, project: str | None, prefix: str, alerts: bool, settings: Mapping[str, Any] | None) -> None:
-        self._project = project or "gradvitals"
-        self._prefix = prefix
-        self._alerts = alerts
-        self._settings = dict(settings or {})
-        self._name: str | None = None
-        self._is_own = False
-        self._run: Any = None
-        self._openings = Openings()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(project={self._project!r})"
-
-    def begin(self, run: Path) -> None:
-        """Keep the name of the run's folder, for a run of its own."""
-        self._name = run.name
-
-    def close(self) -> None:
-        """Finish a run of its own; the script's is left to the script."""
-        if self._run is not None and self._is_own:
-            self._run.finish()
-
-    def _is_alert(self, finding: Finding) -> bool:
-        return self._alerts and finding.severity != "info" and self._openings.opens(finding)
-
-
-class OpenFindings:
-    """Counts by id and severity. A finding that gets worse or closes leaves what it was counted as before."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, dict[tuple[int | None, int], str]] = {}
-
-    def after(self, finding: Finding) -> dict[str, int]:
-        """Open findings of this id, for every severity, now that this one is known."""
-        of_id = self._open.setdefault(finding.id, {})
-        key = (finding.rank, finding.first_step)
-        if finding.last_step is None:
-            of_id[key] = finding.severity
-        else:
-            of_id.pop(key, None)
-        return {severity: list(of_id.values()).count(severity) for severity in SEVERITIES}
 
 
 def require(package: str, extra: str) -> None:

@@ -1,6 +1,6 @@
 """The run store: one SQLite file per run, written by the worker, read without torch."""
 
-from gradvitals.store.reader import Run, UnknownNameError, min_max_buckets, next_step, open_run, run_id, run_meta
+from gradvitals.store.reader import Run, UnknownNameError, min_max_buckets, next_step, open_run, run_meta
 from gradvitals.store.schema import SCHEMA_VERSION
 from gradvitals.store.writer import RunWriter, free_run_path
 
@@ -13,6 +13,5 @@ __all__ = [
     "min_max_buckets",
     "next_step",
     "open_run",
-    "run_id",
     "run_meta",
 ]

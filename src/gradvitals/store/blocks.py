@@ -213,14 +213,6 @@ def load_groups(db: sqlite3.Connection, after: int = 0) -> list[Group]:
     ]
 
 
-def last_step_of(db: sqlite3.Connection, group: Group) -> int | None:
-    """The last step of any frame of a group, from the index of its chunks and its tail."""
-    chunk = db.execute("SELECT max(last_step) FROM chunk WHERE group_id = ?", (group.id,)).fetchone()[0]
-    tail = db.execute("SELECT max(step) FROM tail WHERE group_id = ?", (group.id,)).fetchone()[0]
-    found = [int(step) for step in (chunk, tail) if step is not None]
-    return max(found) if found else None
-
-
 def read_extent(db: sqlite3.Connection, group: Group) -> tuple[int, int, int] | None:
     """The first and the last step of a group, and how many frames it has; None where it has none."""
     parts = [

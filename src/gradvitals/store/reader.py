@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import math
@@ -10,13 +9,11 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,7 +30,6 @@ from gradvitals.store.blocks import (
     Kind,
     Place,
     Span,
-    last_step_of,
     load_groups,
     load_layout,
     read_chunk,
@@ -60,26 +56,9 @@ class Segment(NamedTuple):
 
     first_step: int
     finished_at: float | None
-    """None where it was not closed."""
+    """None if it was not closed."""
     hidden: tuple[Finding, ...]
     """What it found in steps that a later segment did again."""
-
-
-def read_segments(db: sqlite3.Connection, cutoffs: Mapping[int, int]) -> tuple[Segment, ...]:
-    """All of them; `cutoffs` has for each the first step that a later one did again."""
-    hidden: dict[int, list[str]] = {}
-    for segment, first, text in db.execute("SELECT segment, first_step, content FROM finding ORDER BY id").fetchall():
-        if first >= cutoffs[segment]:
-            hidden.setdefault(segment, []).append(text)
-    query = "SELECT id, first_step, finished_at FROM segment ORDER BY id"
-    return tuple(
-        Segment(
-            int(first),
-            None if finished is None else float(finished),
-            tuple(parsed(Finding, hidden.get(number, ()))),
-        )
-        for number, first, finished in db.execute(query).fetchall()
-    )
 
 
 def parsed(record: type[Kept], texts: Iterable[str]) -> list[Kept]:
@@ -221,23 +200,26 @@ class Catalog:
 
     def sources(self, groups: Sequence[Group]) -> list[Any]:
         """Sources of some groups: those still being read first, the most trustworthy first, then those that ended."""
-        found = ordered_sources(groups)
+        order = (None, *SOURCES)
+        names = {group.source for group in groups}
+        found = sorted(names, key=lambda name: (order.index(name) if name in order else len(order), str(name)))
         if len(found) < 2:
             return found
-        seen: dict[Any, list[tuple[int, int, int]]] = {}
+        seen: dict[Any, tuple[int, int, int]] = {}
         for group, span in self.spans(groups, None, None):
             extent = read_extent(self.db, group)
             if extent is not None and extent[0] <= span.until:
-                seen.setdefault(group.source, []).append((extent[0], min(extent[1], span.until), extent[2]))
-        first = min((extent[0] for extents in seen.values() for extent in extents), default=0)
-        latest = max((extent[1] for extents in seen.values() for extent in extents), default=0)
+                begin, last, count = seen.get(group.source, (NEVER, ALWAYS, 0))
+                last = max(last, min(extent[1], span.until))
+                seen[group.source] = min(begin, extent[0]), last, count + extent[2]
+        first = min((extent[0] for extent in seen.values()), default=0)
+        latest = max((extent[1] for extent in seen.values()), default=0)
 
         def ended(source: Any) -> bool:
-            extents = seen.get(source)
-            if source is None or not extents:
+            if source is None or source not in seen:
                 return source is not None  # what needs no source cannot be asked for by name, so it stays first
-            begin, last = min(extent[0] for extent in extents), max(extent[1] for extent in extents)
-            apart = (last - begin) / max(1, sum(extent[2] for extent in extents) - 1)
+            begin, last, count = seen[source]
+            apart = (last - begin) / max(1, count - 1)
             return latest - last > max(MISSED_READINGS * apart, ENDED_SHARE * (latest - first))
 
         return sorted(found, key=ended)
@@ -277,13 +259,6 @@ class Catalog:
             last = np.append(np.diff(steps[order]) > 0, True)[: order.size]
             steps, data = steps[order][last], data[order][last]
         return steps, data
-
-
-def ordered_sources(groups: Iterable[Group]) -> list[Any]:
-    """Sources of some groups, what needs no source first, then as in `SOURCES`."""
-    order = (None, *SOURCES)
-    found = {group.source for group in groups}
-    return sorted(found, key=lambda each: (order.index(each) if each in order else len(order), str(each)))
 
 
 def _close_to(name: str, known: list[str]) -> str:
@@ -451,16 +426,15 @@ class Run:
     @property
     def last_step(self) -> int | None:
         """The last step there is a reading of; None before the first."""
-        last: int | None = None
+        found: list[int] = []
         with self._transaction():
             for group, span in self._catalog.spans(self._catalog.groups(), None, None):
-                step = last_step_of(self._db, group)
-                if step is not None and step > span.until:
-                    steps = read_info(self._db, group, span, name="time").steps
-                    step = int(steps.max()) if steps.size else None
-                if step is not None and (last is None or step > last):
-                    last = step
-        return last
+                extent = read_extent(self._db, group)
+                if extent is not None and extent[1] <= span.until:
+                    found.append(extent[1])
+                elif extent is not None:
+                    found += read_info(self._db, group, span, name="time").steps.tolist()
+        return max(found, default=None)
 
     def names(self, kind: Kind) -> tuple[str, ...]:
         """What the rows of one kind are called; a row that no layout names is called ``#`` and its number."""
@@ -561,20 +535,15 @@ class Run:
 
         Takes `tensor`, `layer`, `head`, `source` and `since` as `series` does, or `kind` as `matrix` does.
         """
-        return self._frame_info(metric, partial(read_info, self._db, name="time"), where)
+        return self._frame_info(metric, "time", where)
 
     def batch_sizes(self, metric: str, **where: Unpack[Where]) -> tuple[Steps, Floats]:
-        """Samples each step of a series stands for, nan where the loop did not tell. Arguments as for `times`."""
-        return self._frame_info(metric, partial(read_info, self._db, name="batch_size"), where)
+        """Samples each step of a series stands for, NaN if the loop did not report them. Arguments as for `times`."""
+        return self._frame_info(metric, "batch_size", where)
 
     def stage(self, metric: str, **where: Unpack[Where]) -> tuple[Steps, NDArray[np.str_]]:
         """Stage of the gradients at each step of a series. Arguments as for `times`."""
-
-        def read(group: Group, span: Span) -> Found:
-            found = read_info(self._db, group, span, name="time")
-            return found._replace(data=np.full(found.steps.shape, group.stage))
-
-        return self._frame_info(metric, read, where)
+        return self._frame_info(metric, "stage", where)
 
     def readings(self, since: int | None = None) -> Iterator[Reading]:
         """All readings in step order, those after step `since` if given."""
@@ -612,7 +581,17 @@ class Run:
     def segments(self) -> tuple[Segment, ...]:
         """The processes that wrote it, one after the other."""
         with self._transaction():
-            return read_segments(self._db, self._catalog.cutoffs())
+            cutoffs = self._catalog.cutoffs()
+            texts = self._db.execute("SELECT segment, first_step, content FROM finding ORDER BY id").fetchall()
+            rows = self._db.execute("SELECT id, first_step, finished_at FROM segment ORDER BY id").fetchall()
+            hidden: dict[int, list[str]] = {}
+            for segment, first, text in texts:
+                if first >= cutoffs[segment]:
+                    hidden.setdefault(segment, []).append(text)
+            return tuple(
+                Segment(int(first), end if end is None else float(end), tuple(parsed(Finding, hidden.get(number, ()))))
+                for number, first, end in rows
+            )
 
     def moment(self) -> AbstractContextManager[None]:
         """All calls within it see the run as of one moment. Keep it short: meanwhile the writer's log cannot shrink."""
@@ -691,9 +670,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -704,19 +681,23 @@ class Run:
         except GradvitalsError:
             return f"<Run {self.path}>"
 
-    def _frame_info(self, metric: str, read: Read, where: Where) -> tuple[Steps, Array]:
+    def _frame_info(
+        self, metric: str, what: Literal["time", "batch_size", "stage"], where: Where
+    ) -> tuple[Steps, Array]:
         kind, name = _named_row(where.get("tensor"), where.get("layer"), where.get("head"), where.get("rank"))
-        if kind == "values":
-            kind = where.get("kind", "values")
+        kind = where.get("kind", kind) if kind == "values" else kind
 
-        def read_if_there(group: Group, span: Span) -> Found | None:
-            return read(group, span) if not name or self._catalog.row(group, name) is not None else None
+        def read(group: Group, span: Span) -> Found | None:
+            if name and self._catalog.row(group, name) is None:
+                return None
+            found = read_info(self._db, group, span, name="time" if what == "stage" else what)
+            return found._replace(data=np.full(found.steps.shape, group.stage)) if what == "stage" else found
 
         with self._transaction():
             if name:
                 self._catalog.check_name(kind, name)
             groups = self._catalog.select(metric, kind, where.get("source"))
-            steps, data = self._catalog.collect(groups, where.get("since"), None, read_if_there)
+            steps, data = self._catalog.collect(groups, where.get("since"), None, read)
         return steps, np.zeros(0) if data is None else data
 
     def _aligned(self, data: Array, group: Group, names: tuple[str, ...], current: int) -> Floats:
@@ -745,24 +726,17 @@ def _named_row(
     return given[0] if given else ("values", "")
 
 
-def run_id(path: Path) -> str | None:
-    """The identity of the run kept at a path; None where there is none."""
-    with contextlib.suppress(RunError), open_run(path) as run:
-        return str(run.meta.get("run_id"))
-    return None
-
-
 def next_step(path: Path) -> int:
-    """The step after the last one kept at a path, 0 where there is no run."""
-    with contextlib.suppress(RunError), open_run(path) as run:
+    """Returns the step after the last one of the run at a path, 0 if there is no run."""
+    with suppress(RunError), open_run(path) as run:
         return 0 if run.last_step is None else int(run.last_step) + 1
     return 0
 
 
 def run_meta(path: Path) -> dict[str, Any]:
-    """What is kept with the run at a path; nothing where there is none."""
-    with contextlib.suppress(RunError), open_run(path) as run:
-        return dict(run.meta)
+    """Returns what is kept with the run at a path; nothing if there is none."""
+    with suppress(RunError), open_run(path) as run:
+        return run.meta
     return {}
 
 

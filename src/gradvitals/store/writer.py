@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -277,10 +276,8 @@ class RunWriter:
         """Make everything written so far safe, and renew the heartbeat."""
         if self._file_identity() != self._identity:
             raise RunNotFoundError(f"{self.path} was deleted or replaced while the run was being written")
-        self._execute(
-            "UPDATE segment SET heartbeat = ?, dropped = ? WHERE id = ?",
-            (time.time(), self.dropped, self._segment),
-        )
+        now = time.time()
+        self._execute("UPDATE segment SET heartbeat = ?, dropped = ? WHERE id = ?", (now, self.dropped, self._segment))
         for group, count in self._in_tail.items():
             key = self._keys[group]
             size = block_frames(len(key.columns), key.num_rows)
@@ -308,14 +305,7 @@ class RunWriter:
         info_blobs = (np.array(numbers, dtype).tobytes() for numbers, dtype in info)
         chunk = self._execute(
             "INSERT INTO chunk VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                group,
-                len(rows),
-                min(steps),
-                max(steps),
-                max(readings),
-                *info_blobs,
-            ),
+            (group, len(rows), min(steps), max(steps), max(readings), *info_blobs),
         ).lastrowid
         assert chunk is not None
         first = chunk << schema.ROW_BITS
@@ -345,9 +335,7 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _execute(

@@ -9,22 +9,24 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, cast, get_args
+from functools import partial
+from typing import Any, get_args
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from gradvitals.errors import ConfigError, GradvitalsError, RunFormatError, RunNotFoundError, expect
+from gradvitals.metrics import METRICS
 from gradvitals.report.diff import diff as compare
 from gradvitals.report.listing import RunFile
-from gradvitals.store.blocks import KINDS, Kind
+from gradvitals.store.blocks import KINDS
 from gradvitals.store.reader import Run, UnknownNameError
 from gradvitals.types import json_ready
 from gradvitals.web import views
 from gradvitals.web.run_index import RunIndex, stamp
 from gradvitals.web.stream import Watcher
-from gradvitals.web.views import HEATMAPS, MAX_BUCKETS, MAX_COLUMNS, MAX_METRICS, HeatmapKind, HeatmapRows
+from gradvitals.web.views import HEATMAPS, MAX_BUCKETS, MAX_COLUMNS, MAX_METRICS, HeatmapRows
 
 LOG = logging.getLogger(__name__)
 BINARY = "application/octet-stream"
@@ -42,18 +44,17 @@ class Api:
         self.cache = Cache()
 
     def routes(self) -> list[Route]:
-        """Returns all addresses below ``/api``."""
-        one = "/runs/{run_id:str}"
-        return [
-            Route("/runs", self.runs),
-            Route(one, self.overview),
-            Route(f"{one}/layout", self.layout),
-            Route(f"{one}/worst", self.worst),
-            Route(f"{one}/series", self.series),
-            Route(f"{one}/heatmap", self.heatmap),
-            Route(f"{one}/diff", self.diff),
-            Route("/stream", self.stream),
-        ]
+        """Returns all addresses below ``/api``; each of ``/runs/{run_id}`` has a parser for its parameters."""
+        of_run: dict[str, Callable[[Request], Asked]] = {
+            "": lambda _: ("overview", views.overview),
+            "/layout": lambda _: ("layout", lambda _, run: views.layout(run)),
+            "/worst": lambda _: ("worst", lambda _, run: views.worst_tensors(run)),
+            "/series": series,
+            "/heatmap": heatmap,
+            "/diff": self.diff,
+        }
+        one = [Route("/runs/{run_id:str}" + path, partial(self._respond, parse)) for path, parse in of_run.items()]
+        return [Route("/runs", self.runs), *one, Route("/stream", self.stream)]
 
     def close(self) -> None:
         """Ends all streams."""
@@ -74,68 +75,20 @@ class Api:
                 entries[file.id] = self._of_run(file, "entry", views.list_entry)
             except Exception as error:  # a damaged file must not hide the others
                 entries[file.id] = _encoded(views.error_entry(file, _as_ours(error), str(self.index.folder)))
-        about = _encoded({"folder": views.short(self.index.folder.name), "metrics": views.metric_texts()})
+        texts = {name: metric.text for name, metric in METRICS.items()}
+        about = _encoded({"folder": views.short(self.index.folder.name), "metrics": texts})
         body = about[:-1] + b',"runs":[' + b",".join(entries[file.id] for file in files) + b"]}"
         return Response(body, media_type=JSON)
 
-    def overview(self, request: Request) -> Response:
-        """Returns the texts about one run."""
-        return self._respond(request, lambda: ("overview", views.overview))
+    def diff(self, request: Request) -> Asked:
+        """Asks how another run differs from this one, in words."""
+        other = self.index.file(request.query_params.get("with", ""))
 
-    def layout(self, request: Request) -> Response:
-        """Returns what the rows of a run stand for."""
-        return self._respond(request, lambda: ("layout", lambda _, run: views.layout(run)))
+        def make(file: RunFile, run: Run) -> Any:
+            with self.index.opened(other.id) as opened:
+                return views.difference(compare(run, opened, replay=False), file, other)
 
-    def worst(self, request: Request) -> Response:
-        """Returns the tensors that stand out."""
-        return self._respond(request, lambda: ("worst", lambda _, run: views.worst_tensors(run)))
-
-    def series(self, request: Request) -> Response:
-        """Returns one or more metrics of one row, in buckets."""
-
-        def parse() -> tuple[str, Make]:
-            metrics = request.query_params.getlist("metric")
-            expect(1 <= len(metrics) <= MAX_METRICS, "metric", metrics, f"1 to {MAX_METRICS} names")
-            kind = cast(Kind, _one_of(request, "kind", KINDS, "values"))
-            row, since, until = _whole(request, "row", 0), _whole(request, "since"), _whole(request, "until")
-            buckets = _whole(request, "buckets", MAX_BUCKETS) or 0
-            expect(1 <= buckets <= MAX_BUCKETS, "buckets", buckets, f"a number from 1 to {MAX_BUCKETS}")
-            asked = {"row": row or 0, "since": since, "until": until, "buckets": buckets}
-            source = request.query_params.get("source") or None
-            return f"series {metrics} {kind} {source} {asked}", lambda _, run: views.series_bytes(
-                run, metrics, kind=kind, source=source, **cast(Any, asked)
-            )
-
-        return self._respond(request, parse)
-
-    def heatmap(self, request: Request) -> Response:
-        """Returns one number per row and bin of steps."""
-
-        def parse() -> tuple[str, Make]:
-            heatmap = cast(HeatmapKind, _one_of(request, "picture", tuple(HEATMAPS), "norm"))
-            rows = cast(HeatmapRows, _one_of(request, "rows", get_args(HeatmapRows), "layers"))
-            columns = _whole(request, "columns", MAX_COLUMNS) or 0
-            expect(1 <= columns <= MAX_COLUMNS, "columns", columns, f"a number from 1 to {MAX_COLUMNS}")
-            asked = {"columns": columns, "since": _whole(request, "since"), "until": _whole(request, "until")}
-            return f"heatmap {heatmap} {rows} {asked}", lambda _, run: views.heatmap_bytes(
-                run, heatmap, rows, **cast(Any, asked)
-            )
-
-        return self._respond(request, parse)
-
-    def diff(self, request: Request) -> Response:
-        """Returns in words how another run differs from this one."""
-
-        def parse() -> tuple[str, Make]:
-            other = self.index.file(request.query_params.get("with", ""))
-
-            def make(file: RunFile, run: Run) -> Any:
-                with self.index.opened(other.id) as opened:
-                    return views.difference(compare(run, opened, replay=False), file, other)
-
-            return f"diff {other.id} {stamp(other.path)}", make
-
-        return self._respond(request, parse)
+        return f"diff {other.id} {stamp(other.path)}", make
 
     async def stream(self, request: Request) -> Response:
         """Streams changes as they happen."""
@@ -160,9 +113,9 @@ class Api:
         # A live run becomes a stopped one without being written to.
         return (file.id, what), (stamp(file.path), self.watcher.is_live(file.id))
 
-    def _respond(self, request: Request, parse: Callable[[], tuple[str, Make]]) -> Response:
+    def _respond(self, parse: Callable[[Request], Asked], request: Request) -> Response:
         try:
-            what, make = parse()
+            what, make = parse(request)
             body = self._of_run(self.index.file(request.path_params["run_id"]), what, make)
         except (RunNotFoundError, UnknownNameError) as error:
             return self._error(error, 404)
@@ -179,6 +132,30 @@ class Api:
 
 
 Make = Callable[[RunFile, Run], Any]
+Asked = tuple[str, Make]
+"""What a request asks for: a key for the cache, and what makes the response."""
+
+
+def series(request: Request) -> Asked:
+    """Asks for one or more metrics of one row, in buckets."""
+    metrics = request.query_params.getlist("metric")
+    expect(1 <= len(metrics) <= MAX_METRICS, "metric", metrics, f"1 to {MAX_METRICS} names")
+    buckets = _whole(request, "buckets", MAX_BUCKETS) or 0
+    expect(1 <= buckets <= MAX_BUCKETS, "buckets", buckets, f"a number from 1 to {MAX_BUCKETS}")
+    asked: Any = {name: _whole(request, name) for name in ("since", "until")}
+    asked |= {"kind": _one_of(request, "kind", KINDS, "values"), "row": _whole(request, "row") or 0}
+    asked |= {"source": request.query_params.get("source") or None, "buckets": buckets}
+    return f"series {metrics} {asked}", lambda _, run: views.series_bytes(run, metrics, **asked)
+
+
+def heatmap(request: Request) -> Asked:
+    """Asks for one number per row and bin of steps."""
+    columns = _whole(request, "columns", MAX_COLUMNS) or 0
+    expect(1 <= columns <= MAX_COLUMNS, "columns", columns, f"a number from 1 to {MAX_COLUMNS}")
+    asked: Any = {name: _whole(request, name) for name in ("since", "until")} | {"columns": columns}
+    asked |= {"heatmap": _one_of(request, "picture", tuple(HEATMAPS), "norm")}
+    asked |= {"rows": _one_of(request, "rows", get_args(HeatmapRows), "layers")}
+    return f"heatmap {asked}", lambda _, run: views.heatmap_bytes(run, **asked)
 
 
 class Cache:

@@ -6,11 +6,11 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 
-from gradvitals.report.listing import RunFile
 from gradvitals.web.run_index import RunIndex, stamp
 
 LOOK_SECONDS = 0.2
@@ -77,22 +77,15 @@ class Watcher:
         for file in files:
             now = stamp(file.path)
             before, news = self._latest.get(file.id, ((), None))
-            if news is None or news["live"] or before != now:
-                self._latest[file.id] = now, self._news(file)
+            if news is not None and not news["live"] and before == now:
+                continue
+            news = _nothing(file.id)
+            # A damaged file must not hide the news of others; the list shows what is wrong.
+            with suppress(Exception), self._index.opened(file.id) as run, run.moment():
+                counts = {"findings": run.num_records(), "segments": len(run.segments)}
+                news = {**news, "last_step": run.last_step, **counts, "live": run.is_live}
+            self._latest[file.id] = now, news
         return {file.id: self._latest[file.id][1] for file in files}
-
-    def _news(self, file: RunFile) -> News:
-        try:
-            with self._index.opened(file.id) as run, run.moment():
-                return {
-                    "run": file.id,
-                    "last_step": run.last_step,
-                    "findings": run.num_records(),
-                    "segments": len(run.segments),
-                    "live": run.is_live,
-                }
-        except Exception:  # a damaged file must not hide the news of others; the list shows what is wrong
-            return _nothing(file.id)
 
 
 def _nothing(run_id: str) -> News:

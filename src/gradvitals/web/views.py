@@ -12,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.errors import GradvitalsError, RunError, RunNotFoundError
-from gradvitals.metrics import METRICS
 from gradvitals.report.catalog import name_of
-from gradvitals.report.describe import evidence, summarize_actions, where
 from gradvitals.report.diff import RunDiff
-from gradvitals.report.format import clean, cut, fix_snippet
+from gradvitals.report.format import clean, cut, fix_snippet, summarize_actions, where
 from gradvitals.report.listing import RunFile
 from gradvitals.report.series import CellReducer, Floats, is_averaged, layer_kinds, table_of
 from gradvitals.report.summary import worst_lists
@@ -32,7 +30,7 @@ from gradvitals.report.verdict import (
 )
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run, min_max_buckets
-from gradvitals.types import Action, Finding
+from gradvitals.types import Action
 
 MAX_FINDINGS = 200
 MAX_TENSORS = 50
@@ -42,21 +40,8 @@ NAME = 300
 TEXT = 2_000
 """Characters of a sentence that are shown."""
 
-Charts = Sequence[tuple[str, tuple[str, ...]]]
-RUN_CHARTS: Charts = (
-    ("loss", ("loss",)),
-    ("grad/norm", ("grad/norm",)),
-    ("gsnr", ("gsnr", "gsnr_low", "gsnr_high")),
-    ("noise_scale", ("noise_scale", "noise_scale_low", "noise_scale_high")),
-    ("lr", ("lr",)),
-)
-"""The charts of a run, each with its metrics: a value, and the ends of its interval."""
-TENSOR_CHARTS: Charts = (
-    ("grad/norm", ("grad/norm",)),
-    ("gsnr", ("gsnr", "gsnr_low", "gsnr_high")),
-    ("update/ratio", ("update/ratio",)),
-    ("weight/norm", ("weight/norm",)),
-)
+RUN_CHARTS = ("loss", "grad/norm", "gsnr", "noise_scale", "lr")
+TENSOR_CHARTS = ("grad/norm", "gsnr", "update/ratio", "weight/norm")
 """The charts of one tensor, layer or head."""
 
 HeatmapKind = Literal["norm", "gsnr", "update", "dead", "zero"]
@@ -109,8 +94,8 @@ def _entry(file: RunFile, run: Run, verdict: Verdict) -> dict[str, Any]:
         "last_step": run.last_step,
         "steps": verdict.steps,
         "open": verdict.num_open,
-        "started_at": _time(meta["started_at"]),
-        "heard_at": _time(meta["finished_at"] or meta["heartbeat"]),
+        "started_at": meta["started_at"],
+        "heard_at": meta["finished_at"] or meta["heartbeat"],
         "charts": _charts(run, RUN_CHARTS, "values"),
     }
 
@@ -137,7 +122,9 @@ def overview(file: RunFile, run: Run) -> dict[str, Any]:
         **_entry(file, run, verdict),
         "told": run.num_records(),
         "segments": len(run.segments),
-        **_remedy(verdict),
+        "cause": None if verdict.cause is None else short(verdict.cause, TEXT),
+        "fix": None if verdict.fix is None else short(verdict.fix, TEXT),
+        "snippet": _lines(fix_snippet(verdict.fix)),
         "now": time.time(),
         "host": short(str(meta["hostname"])),
         "version": short(str(meta.get("version", ""))),
@@ -147,7 +134,14 @@ def overview(file: RunFile, run: Run) -> dict[str, Any]:
         "dropped": run.dropped,
         "findings": [_finding(item, rows, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS]],
         "num_findings": len(verdict.ranked),
-        "monitoring": [_self_report(finding) for finding in self_reports(findings)[:MAX_FINDINGS]],
+        "monitoring": [
+            {
+                "title": short(finding.title, TEXT),
+                "step": finding.first_step,
+                "fixes": [short(text, TEXT) for text in finding.fixes[:1]],
+            }
+            for finding in self_reports(findings)[:MAX_FINDINGS]
+        ],
         "actions": [_action(action) for action in actions[-MAX_ACTIONS:]],
         "num_actions": len(actions),
         "acted": [short(line.strip(), TEXT) for line in summarize_actions(actions).splitlines()] if actions else [],
@@ -155,16 +149,6 @@ def overview(file: RunFile, run: Run) -> dict[str, Any]:
         "layer_charts": _charts(run, TENSOR_CHARTS, "layers"),
         "head_charts": _charts(run, TENSOR_CHARTS, "heads"),
         "pictures": _heatmaps(run),
-    }
-
-
-def _remedy(verdict: Verdict) -> dict[str, Any]:
-    """Returns cause and fix of what is wrong; None if the run is healthy."""
-    cause, fix = verdict.cause, verdict.fix
-    return {
-        "cause": None if cause is None else short(cause, TEXT),
-        "fix": None if fix is None else short(fix, TEXT),
-        "snippet": _lines(fix_snippet(fix)),
     }
 
 
@@ -223,24 +207,20 @@ def worst_tensors(run: Run) -> dict[str, Any]:
     }
 
 
-def metric_texts() -> dict[str, str]:
-    """Returns what each metric means."""
-    return {name: metric.text for name, metric in METRICS.items()}
-
-
 def _row_numbers(run: Run) -> dict[str, int]:
     return {name: at for at, name in reversed(list(enumerate(run.names("tensors"))))}
 
 
-def _charts(run: Run, wanted: Charts, kind: Kind) -> list[dict[str, Any]]:
+def _charts(run: Run, wanted: Sequence[str], kind: Kind) -> list[dict[str, Any]]:
+    """Returns each chart with its metrics: a value, and the ends of its interval."""
     available = run.metrics(kind)
     return [
         {
             "metric": metric,
-            "metrics": [name for name in names if name in available],
+            "metrics": [name for name in (metric, f"{metric}_low", f"{metric}_high") if name in available],
             "source": next(iter(run.sources(metric, kind)), None),
         }
-        for metric, names in wanted
+        for metric in wanted
         if metric in available
     ]
 
@@ -262,17 +242,12 @@ def _finding(item: RankedFinding, rows: Mapping[str, int], *, live: bool) -> dic
         "rank": finding.rank,
         "num_tensors": len(finding.tensors),
         "tensors": [{"name": short(name), "row": rows.get(name)} for name in finding.tensors[:MAX_TENSORS]],
-        "seen": [short(line, TEXT) for line in evidence(finding.evidence, finding.id)],
+        "seen": [short(line, TEXT) for line in item.evidence],
         "causes": [short(text, TEXT) for text in finding.causes[:8]],
         "fixes": [short(text, TEXT) for text in finding.fixes[:8]],
         "snippet": _lines(fix_snippet(next(iter(finding.fixes), None))),
         "follows": short(finding.follows) if finding.follows else None,
     }
-
-
-def _self_report(finding: Finding) -> dict[str, Any]:
-    fixes = [short(text, TEXT) for text in finding.fixes[:1]]
-    return {"title": short(finding.title, TEXT), "step": finding.first_step, "fixes": fixes}
 
 
 def _action(action: Action) -> dict[str, Any]:
@@ -290,10 +265,6 @@ def _action(action: Action) -> dict[str, Any]:
         "after": facts(action.after),
         "cost": facts(action.cost),
     }
-
-
-def _time(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 # -- series --------------------------------------------------------------------------------------------------------
@@ -316,17 +287,24 @@ def series_bytes(
     times in seconds since the epoch, then per metric float32 minimum, maximum and mean of each bucket, and how many of
     its readings are NaN or infinite.
     """
-    where = _series_of(run, kind, row)
-    where["source"] = source or next(iter(run.sources(metrics[0], kind)), None)
-    where["since"] = since
+    where: dict[str, Any] = {"source": source or next(iter(run.sources(metrics[0], kind)), None), "since": since}
+    if kind != "values":
+        names = run.names(kind)
+        if not 0 <= row < len(names):
+            has = f"expected a number from 0 to {len(names) - 1}, as this run has {kind}"
+            raise RunNotFoundError(f"row is {row}; {has}")
+        where |= {"rank": row} if kind == "ranks" else {kind[:-1]: names[row]}
     with run.moment():
         steps, times = run.times(metrics[0], **where)
         wanted = slice(0, None if until is None else int(np.searchsorted(steps, until, "right")))
         steps, times = steps[wanted], times[wanted]
         known = run.metrics(kind)
         empty = np.zeros(0, dtype=np.int64), np.zeros(0)
-        found = (run.series(name, **where) if name in known else empty for name in metrics)
-        columns = np.array([_at(steps, *series) for series in found])
+        columns = np.full((len(metrics), steps.size), np.nan)
+        for column, name in zip(columns, metrics, strict=True):
+            own, values = run.series(name, **where) if name in known else empty
+            _, at, of = np.intersect1d(steps, own, assume_unique=True, return_indices=True)
+            column[at] = values[of]
     last = float(steps[-1]) if steps.size else float("nan")
     parts = [_bucket(steps, column, buckets) for column in columns]
     starts = np.arange(buckets) * steps.size // buckets if steps.size > buckets else np.arange(steps.size)
@@ -336,24 +314,6 @@ def series_bytes(
     with np.errstate(over="ignore"):
         body += [array.astype("<f4").tobytes() for part in parts for array in part]
     return b"".join(body)
-
-
-def _series_of(run: Run, kind: Kind, row: int) -> dict[str, Any]:
-    """Returns which series is meant, as `Run.series` takes it."""
-    if kind == "values":
-        return {}
-    names = run.names(kind)
-    if not 0 <= row < len(names):
-        raise RunNotFoundError(f"row is {row}; expected a number from 0 to {len(names) - 1}, as this run has {kind}")
-    return {"rank": row} if kind == "ranks" else {kind[:-1]: names[row]}
-
-
-def _at(wanted: NDArray[np.int64], steps: NDArray[np.int64], values: Floats) -> Floats:
-    """Returns the values at the steps wanted; NaN for steps that the series does not have."""
-    found = np.full(wanted.size, np.nan)
-    _, at, of = np.intersect1d(wanted, steps, assume_unique=True, return_indices=True)
-    found[at] = values[of]
-    return found
 
 
 def _bucket(steps: NDArray[np.int64], values: Floats, buckets: int) -> tuple[Floats, Floats, Floats, Floats]:
@@ -372,8 +332,8 @@ def _bucket(steps: NDArray[np.int64], values: Floats, buckets: int) -> tuple[Flo
 
 
 def _heatmaps(run: Run) -> list[HeatmapKind]:
-    tensors, layers = run.metrics("tensors"), run.metrics("layers")
-    return [name for name, metric in HEATMAPS.items() if metric in tensors or metric in layers]
+    available = {*run.metrics("tensors"), *run.metrics("layers")}
+    return [name for name, metric in HEATMAPS.items() if metric in available]
 
 
 def heatmap_bytes(
