@@ -18,7 +18,7 @@ AUDIT_YOUNG_EVERY = 50
 FIRST_CHANGE_EVERY = 5
 """Weights are sampled at full readings and at the step before each, to compare directions; first, this often."""
 
-WINDOW_EVERY = 10
+WINDOW_EVERY = 20
 """One out of this many windows of steps is read, unless the config names the tensors to follow."""
 
 NORM_EVERY = (1, 2, 5, 10, 20, 50)
