@@ -6,7 +6,8 @@ This is the code that runs at nearly every step of a run, so calls are few here 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -56,9 +57,14 @@ class PlainSteps:
             reads_norms: For each of them, whether norms are read if the loop does not compute them itself.
             reads_after: The observation after which to read them; before the optimizer's step at the latest.
         """
-        self._planned = iter(reads_norms)
+        self._planned: Iterator[bool] = iter(reads_norms)
         self.left, self._reads_after = len(reads_norms), reads_after
         """Steps that are left of them."""
+        self._start_step()
+
+    def forget_step(self) -> None:
+        """Start the step anew: a CUDA graph was captured, and nothing was computed."""
+        self._planned = chain([self._reads_norm], self._planned)
         self._start_step()
 
     def _start_step(self) -> None:
@@ -142,7 +148,7 @@ class PlainSteps:
     @torch.no_grad()
     def _read_norms(self, passes: int) -> bool:
         """Read the norms of gradients as they are now, if that is due."""
-        if not self._reads_norm:
+        if not self._reads_norm or (self._parameters[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             self.read_at = passes
             return True
         started = perf_counter()

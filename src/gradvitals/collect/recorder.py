@@ -1093,7 +1093,7 @@ class StepRecorder:
         plain = self._plain
         if plain is not None:
             try:
-                if self._is_captured() or plain.take_norms(self._rows_of(grads), joined):
+                if plain.take_norms(self._rows_of(grads), joined):
                     return
             except Exception as error:
                 self._fail_plain(error)
@@ -1130,7 +1130,7 @@ class StepRecorder:
         plain = self._plain
         if plain is not None and self.thread == threading.get_ident():
             try:
-                if id(parameters[0]) in self.optimizers[0].members and (self._is_captured() or plain.clip(max_norm)):
+                if id(parameters[0]) in self.optimizers[0].members and plain.clip(max_norm):
                     return
             except Exception as error:
                 self._fail_plain(error)
@@ -1201,7 +1201,7 @@ class StepRecorder:
             plain = self._plain
             if plain is not None:
                 try:
-                    if closure is None and (self._is_captured() or plain.reach()):
+                    if closure is None and plain.reach():
                         return None
                 except Exception as error:
                     self._fail_plain(error)
@@ -1232,7 +1232,10 @@ class StepRecorder:
             plain = self._plain
             if plain is not None:
                 try:
-                    if self._is_captured() or self._end_plain(plain):
+                    if self._is_captured():
+                        plain.forget_step()
+                        return
+                    if self._end_plain(plain):
                         return
                 except Exception as error:
                     self._fail_plain(error)

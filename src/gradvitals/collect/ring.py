@@ -129,9 +129,11 @@ class DeviceRing:
         """Returns a loss that stays on its device; None if only a full record can hold it."""
         if type(loss) is not Tensor or loss.dtype not in LOSS_DTYPES or loss.dim() or loss.device != self._device:
             return None
-        loss = loss.detach()
-        is_part = loss.untyped_storage().nbytes() > SMALL_BYTES
-        return loss.clone() if is_part or self._copies else loss
+        if not self._losses and loss.untyped_storage().nbytes() > SMALL_BYTES:
+            self._copies = True
+        if loss.requires_grad:
+            loss = loss.detach()
+        return loss.clone() if self._copies else loss
 
     def loss_value(self, loss: Any) -> Tensor | float:
         """A copy: the loop may write over the loss."""

@@ -261,10 +261,10 @@ class Worker:
                     self._take(kind, data)
             except Exception as error:  # lose this record only
                 self._on_error("worker", error)
-            if count % 64 == 0 and not self.closed:
-                if self._journal.fill > 0.5 or time.monotonic() - stored_at > CALM_SECONDS:
-                    self._store_and_release(at_once=True)
-                    stored_at = time.monotonic()
+            looks = count % 64 == 0 and not self.closed
+            if looks and (self._journal.fill > 0.5 or time.monotonic() - stored_at > CALM_SECONDS):
+                self._store_and_release(at_once=True)
+                stored_at = time.monotonic()
         self._store_and_release()
         if count:
             self._channel.send({"what": "latest", "step": self._step, "values": self._newest()})
