@@ -84,10 +84,18 @@ def find_run_file(path: str | os.PathLike[str]) -> Path:
     file = path / schema.FILE_NAME
     if file.is_file():
         return file
+
+    def listed(names: list[str]) -> str:
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
     if below := _runs_in(path):
-        raise RunNotFoundError(f"{path} is not a run, but has runs in it: {_listed(below)}")
+        raise RunNotFoundError(f"{path} is not a run, but has runs in it: {listed(below)}")
     why = f"the folder has no {schema.FILE_NAME}" if path.exists() else "no such folder"
-    raise RunNotFoundError(f"there is no run at {path}: {why}{_beside(path)}")
+    beside = _runs_in(path.parent)
+    instead = f"; runs in {path.parent}: {listed(beside)}" if beside else ""
+    if close := get_close_matches(path.name, beside, n=1):
+        instead = f"; did you mean {path.parent / close[0]}?"
+    raise RunNotFoundError(f"there is no run at {path}: {why}{instead}")
 
 
 def is_run_file(path: Path) -> bool:
@@ -106,18 +114,6 @@ def is_run_file(path: Path) -> bool:
 
 def _runs_in(folder: Path) -> list[str]:
     return sorted(found.parent.name for found in folder.glob(f"*/{schema.FILE_NAME}") if is_run_file(found))
-
-
-def _beside(path: Path) -> str:
-    """Returns which runs there are instead: the one that was likely meant, or those in the folder above."""
-    names = _runs_in(path.parent)
-    if close := get_close_matches(path.name, names, n=1):
-        return f"; did you mean {path.parent / close[0]}?"
-    return f"; runs in {path.parent}: {_listed(names)}" if names else ""
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _recover(path: Path) -> None:
