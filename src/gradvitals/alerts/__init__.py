@@ -1,4 +1,4 @@
-"""Alerts: who is told a finding when it opens, at a pace a person can bear, and never while training waits."""
+"""Alerts: messages about findings that open, at a pace that a person can bear, while training goes on."""
 
 from __future__ import annotations
 

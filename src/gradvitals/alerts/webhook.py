@@ -67,7 +67,7 @@ class Webhook(Alert):
         return f"<Webhook {self.kind} to {self._host}>"
 
     def send(self, message: Message) -> None:
-        """Post it; try again where that may help."""
+        """Post it; try again if that may help."""
         body = json.dumps(PAYLOADS[self.kind](message), allow_nan=False, default=str).encode()
         delay = self._backoff
         for left in range(self._retries, -1, -1):
@@ -80,10 +80,10 @@ class Webhook(Alert):
             delay *= 4
 
     def _post(self, body: bytes) -> tuple[str | None, float | None]:
-        """What went wrong, if anything, and how long to wait before trying again; None where that is of no use."""
+        """Returns what went wrong, if anything, and how long to wait before a retry; None if a retry is of no use."""
         headers = {"Content-Type": "application/json", "User-Agent": "gradvitals"}
         request = urllib.request.Request(self._url, data=body, headers=headers, method="POST")
-        # Errors of urllib may hold the URL: only their kind is told.
+        # Errors of urllib may hold the URL, so only their kind is reported.
         try:
             with _OPENER.open(request, timeout=self._timeout):
                 return None, None

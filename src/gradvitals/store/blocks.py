@@ -130,7 +130,7 @@ def block_frames(num_columns: int, num_rows: int) -> int:
 
 
 def dump_json(value: Any) -> str:
-    """Strict JSON; whatever it has no word for is kept as its text."""
+    """Returns strict JSON; what JSON cannot hold becomes its text."""
     return json.dumps(json_ready(value), allow_nan=False, ensure_ascii=True, default=str)
 
 
@@ -216,7 +216,7 @@ def load_groups(db: sqlite3.Connection, after: int = 0) -> list[Group]:
 
 
 def read_extent(db: sqlite3.Connection, group: Group) -> tuple[int, int, int] | None:
-    """The first and the last step of a group, and how many frames it has; None where it has none."""
+    """Returns the first and the last step of a group, and how many frames it has; None if it has none."""
     queries = (
         "SELECT min(first_step), max(last_step), sum(num_frames) FROM chunk WHERE group_id = ?",
         "SELECT min(step), max(step), count(*) FROM tail WHERE group_id = ?",
@@ -283,7 +283,7 @@ def read_chunk(
 
 
 def read_info(db: sqlite3.Connection, group: Group, span: Span, *, name: Literal["time", "batch_size"]) -> Found:
-    """What is kept once a frame: ``time`` or ``batch_size``."""
+    """Reads what is stored once per frame: ``time`` or ``batch_size``."""
     found = f"num_frames, steps, readings, {name}s", f"step, reading, {name}"
     chunks, rows = _chunks_and_tail(db, group, span, *found)
     tail = [(step, reading, np.array([number], "<f8").tobytes()) for step, reading, number in rows]

@@ -25,7 +25,7 @@ BUSY_SECONDS = 2.0
 
 
 def filesystem_type(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """Type of the filesystem that holds `path`, or None where the system does not tell.
+    """Returns the type of the filesystem that holds `path`, or None if the system does not say.
 
     Of all mount points above the path the longest one counts, and of equal ones the last mounted.
     """

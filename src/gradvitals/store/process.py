@@ -1,4 +1,4 @@
-"""Whether the process that writes a run is still there, as far as it can be told from here."""
+"""Whether the process that writes a run still exists, as far as this machine knows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 def pid_space() -> str | None:
     """Names where process ids mean the same: one machine since it was started, and one container on it.
 
-    None where that is not known; containers may share the name of a machine, and not its process ids.
+    None if that is not known. Containers may share the name of a machine but not its process ids.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()

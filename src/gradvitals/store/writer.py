@@ -314,7 +314,9 @@ class RunWriter:
 
     def close(self) -> None:
         """Commit, note that the run is finished, and leave one plain file that needs no log beside it."""
-        if self._is_closed():
+        try:
+            self._db.execute("SELECT 1")
+        except sqlite3.ProgrammingError:  # closed already
             return
         try:
             self.compact()
@@ -358,10 +360,3 @@ class RunWriter:
         except OSError:
             return None
         return status.st_dev, status.st_ino
-
-    def _is_closed(self) -> bool:
-        try:
-            self._db.execute("SELECT 1")
-        except sqlite3.ProgrammingError:
-            return True
-        return False
