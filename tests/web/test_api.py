@@ -39,8 +39,7 @@ from gradvitals.types import Finding, Layout, Reading, TensorInfo
 from gradvitals.web import views
 from gradvitals.web.api import Api
 from gradvitals.web.app import addresses, bind
-from gradvitals.web.run_index import RunIndex
-from gradvitals.web.stream import Watcher
+from gradvitals.web.run_index import RunIndex, Watcher
 
 ClientOf = Callable[[Path], TestClient]
 

@@ -39,7 +39,7 @@ from gradvitals.store.blocks import (
     read_row,
     read_rows,
 )
-from gradvitals.store.process import is_gone
+from gradvitals.store.opening import is_gone
 from gradvitals.store.writer import LIVE_SECONDS
 from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source, Stage, TensorInfo
 

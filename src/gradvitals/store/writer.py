@@ -29,7 +29,7 @@ from gradvitals.store.blocks import (
     plain_frames,
     transposed,
 )
-from gradvitals.store.process import is_alive, pid_space
+from gradvitals.store.opening import is_alive, pid_space
 from gradvitals.types import Action, Finding, Layout, PlainReadings, Reading
 
 Record = Reading | PlainReadings | Finding | Action | Layout
