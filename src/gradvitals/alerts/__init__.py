@@ -6,8 +6,7 @@ import os
 import shlex
 
 from gradvitals.alerts.alert import Alert, Message
-from gradvitals.alerts.command import Command
-from gradvitals.alerts.webhook import Webhook
+from gradvitals.alerts.ways import Command, Webhook
 from gradvitals.errors import ConfigError
 
 __all__ = ["Alert", "Command", "Message", "Webhook", "as_alert", "from_text"]
