@@ -227,7 +227,7 @@ def test_a_killed_writer_is_known_to_be_gone_at_once(tmp_path: Path, monkeypatch
         assert not run.is_live
 
 
-# -- The journal follows the filesystem ------------------------------------------------------------------------------
+# -- the journal follows the filesystem ------------------------------------------------------------------------------
 
 MOUNTS = r"""
 /dev/vda / ext4 rw 0 0
