@@ -7,6 +7,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -319,15 +320,11 @@ def _wandb_rows(path: Path, notes: Notes) -> Iterator[Row]:
     with path.open("rb") as file:
         for record in _decoded(_records(file, notes), _record_class(), notes):
             if record.WhichOneof("record_type") == "history":
-                yield Row(dict(_cells(record.history.item)))
-
-
-def _cells(items: Any) -> Iterator[tuple[str, Any]]:
-    for item in items:
-        try:
-            yield "/".join(item.nested_key) or item.key, json.loads(item.value_json)
-        except (ValueError, RecursionError):
-            continue
+                cells = {}
+                for item in record.history.item:
+                    with suppress(ValueError, RecursionError):
+                        cells["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+                yield Row(cells)
 
 
 def _records(file: IO[bytes], notes: Notes) -> Iterator[bytes]:
