@@ -85,7 +85,7 @@ def test_a_bug_of_the_loop_comes_before_settings(tmp_path: Path, name: str) -> N
         assert f"the training loop has a bug: about {name}" in piece.answer
 
 
-# -- test_batch ------------------------------------------------------------------------------------------------------
+# -- batch size ------------------------------------------------------------------------------------------------------
 
 
 def batch(path: Path, **made: object) -> Advice:
@@ -166,7 +166,7 @@ def test_averages_that_share_no_reading_are_joined(tmp_path: Path) -> None:
     assert joined["low"] > 0.16  # narrower than each
 
 
-# -- test_clip -------------------------------------------------------------------------------------------------------
+# -- clipping --------------------------------------------------------------------------------------------------------
 
 Z95 = 1.6449
 
@@ -326,7 +326,7 @@ def test_notes_do_not_make_steps_unhealthy(tmp_path: Path) -> None:
     assert advice.can_tell
 
 
-# -- test_layers -----------------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------------------------
 
 
 def layers(path: Path, **made: Any) -> Advice:
@@ -403,7 +403,7 @@ def test_gradients_that_are_not_finite_are_not_taken_for_none(tmp_path: Path) ->
     assert "share" not in {**finding.evidence["seen"], **finding.evidence["expected"]}
 
 
-# -- What the doctor calls fine, the advice on the same run does not ask to change -----------------------------------
+# -- what the doctor calls fine, advice does not change --------------------------------------------------------------
 
 BATCH_RULES = {"batch_too_small", "batch_too_large"}
 

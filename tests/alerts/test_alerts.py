@@ -15,7 +15,7 @@ import pytest
 import gradvitals as gv
 from gradvitals.alerts import Alert, Command, Message, Webhook
 from gradvitals.alerts.alert import AlertError
-from gradvitals.alerts.webhook import for_discord, for_json, for_slack
+from gradvitals.alerts.ways import for_discord, for_json, for_slack
 from gradvitals.errors import ConfigError
 from gradvitals.types import Finding, Severity
 

@@ -155,7 +155,7 @@ def test_a_list_says_what_is_wrong_in_a_few_words(here: Path) -> None:
     assert line["text"] == SPIKE.title
 
 
-# -- test_report_and_export ------------------------------------------------------------------------------------------
+# -- report and export -----------------------------------------------------------------------------------------------
 
 WriteRun = Callable[..., Path]
 
@@ -275,7 +275,7 @@ def test_a_file_that_cannot_be_written_is_one_line(write_run: WriteRun, tmp_path
     assert done.stderr.count("\n") == 1
 
 
-# -- `gradvitals watch` as a command ---------------------------------------------------------------------------------
+# -- watch -----------------------------------------------------------------------------------------------------------
 
 COMMAND = [sys.executable, "-m", "gradvitals.cli", "watch"]
 
@@ -332,7 +332,7 @@ def test_in_a_terminal_the_last_frame_stays_and_the_screen_is_given_back(write_r
     assert "Largest update/weight" in left
 
 
-# -- test_advise -----------------------------------------------------------------------------------------------------
+# -- advise ----------------------------------------------------------------------------------------------------------
 
 FIELDS = dict(zip(TOPICS, (LEARNING_RATE, CLIP, BATCH, WARMUP, DECAY, LAYERS), strict=True))
 SHORT = {"steps": 10}
@@ -409,7 +409,7 @@ def test_settings_with_the_same_answer_are_named_together(tmp_path: Path) -> Non
     assert full.count("gradients are not zeroed") > 1
 
 
-# -- `gradvitals mcp` is used as an agent uses it --------------------------------------------------------------------
+# -- mcp, used as an agent uses it -----------------------------------------------------------------------------------
 
 mcp = pytest.importorskip("mcp")
 

@@ -224,7 +224,7 @@ def test_the_doctor_explains_a_negative_gsnr_in_a_finding(tmp_path: Path) -> Non
         assert "Note:" not in printed("doctor", str(path))  # a note is not what the verdict rests on
 
 
-# -- One huge gradient stays in Adam's moments -----------------------------------------------------------------------
+# -- one huge gradient stays in Adam's moments -----------------------------------------------------------------------
 
 
 def run_with_a_spike(
@@ -308,7 +308,7 @@ def test_report_and_doctor_print_it_and_the_source_of_each_number(tmp_path: Path
         )
 
 
-# -- A check that lacks a number says why, and does not ask for what the loop already does ---------------------------
+# -- what was not measured -------------------------------------------------------------------------------------------
 
 
 def write_unmeasured(path: Path, *, batch_size: float | None = None, heads: tuple[str, ...] = ()) -> Path:
@@ -372,7 +372,7 @@ def test_a_run_with_the_retired_source_examples_opens_and_no_rule_judges_by_it(t
         assert opened.series("noise_scale", source="examples")[1][-1] == 20.0
 
 
-# -- If not every step was read, steps count as steps; whether a check has seen enough goes by  ----------------------
+# -- steps that were not read ----------------------------------------------------------------------------------------
 
 
 def write_steps(path: Path, steps: Iterable[int], first: int = 0) -> None:

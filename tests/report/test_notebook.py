@@ -113,7 +113,7 @@ def test_a_monitor_shows_the_run_as_of_now(tmp_path: Path) -> None:
         assert "30 steps so far" in Seen(monitor._repr_html_()).text
 
 
-# -- `run.plot` draws the numbers of the run on the axes it is given -------------------------------------------------
+# -- plots -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,7 @@ def test_an_image_with_a_palette_is_a_png_of_indices() -> None:
     assert zlib.decompress(chunks[b"IDAT"]) == b"\0" + bytes([0, 1, 2]) + b"\0" + bytes([253, 254, 255])
 
 
-# -- Numbers of layers are made of those of their tensors in one way, whatever order these come ----------------------
+# -- layers ----------------------------------------------------------------------------------------------------------
 
 LAYERS = ("in", "empty", "middle", "out")
 MEMBERS = ("middle", "in", "middle", "elsewhere", "out")

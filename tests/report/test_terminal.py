@@ -193,7 +193,7 @@ def test_a_table_of_very_many_layers_leaves_out_the_middle() -> None:
         assert (f"{left_out:,} more; gradvitals export has all" in shown.get()) == (left_out > 0)
 
 
-# -- `gradvitals watch` reads only what is new, and suits any screen -------------------------------------------------
+# -- gradvitals watch ------------------------------------------------------------------------------------------------
 
 META = {"facts": {}, "ranks": 4}
 LAYOUT = Layout(

@@ -120,7 +120,7 @@ def test_never_longer_than_asked(values: list[float], width: int, robust: bool) 
     assert set(line) <= set(ASCII_BLOCKS) | {" ", "!"}
 
 
-# -- How a finding is shown ------------------------------------------------------------------------------------------
+# -- findings --------------------------------------------------------------------------------------------------------
 
 
 def test_only_numbers_with_a_meaning_are_shown() -> None:
@@ -211,7 +211,7 @@ def test_a_ratio_is_called_by_what_it_is_of() -> None:
     ]
 
 
-# -- Whatever id a finding can have, `gradvitals doctor --explain` knows it ------------------------------------------
+# -- notices ---------------------------------------------------------------------------------------------------------
 
 
 def ids_in_the_source() -> dict[str, set[str]]:

@@ -17,7 +17,7 @@ from gradvitals.cli import main
 from gradvitals.errors import ObserveError
 from gradvitals.report.verdict import ABOUT_MONITORING, Verdict, judge, restarts, self_reports, state_of
 from gradvitals.store import writer as store_writer
-from gradvitals.store.process import pid_space
+from gradvitals.store.opening import pid_space
 from gradvitals.store.reader import open_run
 from gradvitals.store.writer import RunWriter
 from gradvitals.types import Finding, Reading, Severity
@@ -250,7 +250,7 @@ def test_a_note_is_named() -> None:
     )
 
 
-# -- How a run ended -------------------------------------------------------------------------------------------------
+# -- how the processes of a run ended --------------------------------------------------------------------------------
 
 META = {"facts": {}}
 
@@ -298,7 +298,7 @@ def test_a_cut_off_run_says_when_its_process_was_last_seen(tmp_path: Path, monke
         silent = "The run was cut off at step 9: it was not closed, and its process was last seen 1 min 30 s ago"
         gone = "The run was cut off at step 9: it was not closed, and its process is gone, last seen 1 min 30 s ago"
         assert run.verdict.findings[0].title == silent  # this process wrote it, and is there
-        monkeypatch.setattr("gradvitals.store.process.is_alive", lambda pid: pid != os.getpid())
+        monkeypatch.setattr("gradvitals.store.opening.is_alive", lambda pid: pid != os.getpid())
         assert run.verdict.findings[0].title == (gone if pid_space() is not None else silent)
 
 

@@ -326,7 +326,7 @@ def test_texts() -> None:
     assert {text: repr(gv.sinks.from_text(text)) for text in texts} == texts
 
 
-# -- What a sink is shown --------------------------------------------------------------------------------------------
+# -- what a sink is shown --------------------------------------------------------------------------------------------
 
 
 def layout(names: list[str]) -> Layout:

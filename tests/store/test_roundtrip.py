@@ -268,7 +268,7 @@ def test_findings_and_actions_are_counted(tmp_path):
         assert run.num_records() == 4
 
 
-# -- Reading a run while another thread or process writes it ---------------------------------------------------------
+# -- reading a run while it is written -------------------------------------------------------------------------------
 
 
 def test_a_cursor_sees_every_step_once(tmp_path, make_reading):
@@ -362,7 +362,7 @@ def test_closing_a_run_waits_for_the_thread_that_reads_it(tmp_path, make_reading
     run.close()
 
 
-# -- test_downsample -------------------------------------------------------------------------------------------------
+# -- buckets ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.floats(), max_size=60), st.integers(1, 20))
@@ -394,7 +394,7 @@ def test_wrong_input_is_refused():
         min_max_buckets([1, 2], [1.0], 3)
 
 
-# -- Versions --------------------------------------------------------------------------------------------------------
+# -- versions --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [0, -1, 99])
@@ -411,7 +411,7 @@ def test_other_versions_are_refused(tmp_path, make_reading, version):
         RunWriter(tmp_path, meta={}, resume=True)
 
 
-# -- The page about the store says what is true ----------------------------------------------------------------------
+# -- the documentation says what is true -----------------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
 

@@ -219,7 +219,7 @@ def test_a_killed_writer_is_known_to_be_gone_at_once(tmp_path: Path, monkeypatch
         process.join()
         assert not run.is_live
         with monkeypatch.context() as elsewhere:
-            elsewhere.setattr("gradvitals.store.process.pid_space", lambda: "another machine, or another container")
+            elsewhere.setattr("gradvitals.store.opening.pid_space", lambda: "another machine, or another container")
             assert run.is_live
         with monkeypatch.context() as elsewhere:  # a copy of a machine that was running has its process ids, and a name
             elsewhere.setattr("socket.gethostname", lambda: "another machine")
@@ -227,7 +227,7 @@ def test_a_killed_writer_is_known_to_be_gone_at_once(tmp_path: Path, monkeypatch
         assert not run.is_live
 
 
-# -- The journal follows the filesystem ------------------------------------------------------------------------------
+# -- the journal follows the filesystem ------------------------------------------------------------------------------
 
 MOUNTS = r"""
 /dev/vda / ext4 rw 0 0

@@ -39,8 +39,7 @@ from gradvitals.types import Finding, Layout, Reading, TensorInfo
 from gradvitals.web import views
 from gradvitals.web.api import Api
 from gradvitals.web.app import addresses, bind
-from gradvitals.web.run_index import RunIndex
-from gradvitals.web.stream import Watcher
+from gradvitals.web.run_index import RunIndex, Watcher
 
 ClientOf = Callable[[Path], TestClient]
 
@@ -419,7 +418,7 @@ def test_many_layers_with_few_tensors_take_little_memory(tmp_path: Path, client_
     assert peak < 140 << 20  # all steps of all layers would take 160 MB, several times over
 
 
-# -- docs/page.md names the addresses of the page --------------------------------------------------------------------
+# -- the documentation names the addresses ---------------------------------------------------------------------------
 
 PAGE = (Path(__file__).parents[2] / "docs" / "page.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(/api/[^`]+)` \| (.+) \|$", PAGE, re.MULTILINE))
@@ -469,7 +468,7 @@ def test_a_request_that_cannot_be_answered_says_why(client: TestClient, query: s
     assert client.get("/api/runs/nobody").status_code == 404
 
 
-# -- News of runs ----------------------------------------------------------------------------------------------------
+# -- news of runs ----------------------------------------------------------------------------------------------------
 
 
 def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -336,7 +336,7 @@ def test_values_that_are_no_numbers_leave_a_gap_and_a_mark(tmp_path: Path, serve
     page.get_by_text("This run has no readings of single tensors").first.wait_for()
 
 
-# -- The page in a real Chromium -------------------------------------------------------------------------------------
+# -- what is shown is of now ---------------------------------------------------------------------------------------
 
 DRAWN = "performance.getEntriesByName('charts').length"
 THINNED = 6000
@@ -562,7 +562,7 @@ def test_the_last_news_reach_the_map_and_the_worst_tensors_though_they_came_too_
         assert page.evaluate("document.activeElement.closest('.worst') !== null")
 
 
-# -- The page in a real Chromium -------------------------------------------------------------------------------------
+# -- values of 0 and less, and the order of runs --------------------------------------------------------------------
 
 GSNR = ".strip[aria-label=GSNR]"
 NOISE = ".strip[aria-label='Noise scale']"
@@ -692,7 +692,7 @@ def test_after_a_click_into_the_map_plus_zooms_and_after_arrow_keys_it_opens_a_l
     wait(page, f"document.querySelector('.heat-scroll canvas').getBoundingClientRect().height < {tall}")
 
 
-# -- What the page shows without a click, in a real Chromium ---------------------------------------------------------
+# -- what the page shows without a click -----------------------------------------------------------------------------
 
 SICK = Finding(
     id="explosion",
@@ -784,7 +784,7 @@ def test_runs_side_by_side_are_compared_in_words(tmp_path: Path, serve: Any, ope
     wait(page, "document.querySelector('.compared').hidden")
 
 
-# -- The layers of runs side by side, in a real Chromium -------------------------------------------------------------
+# -- the layers of runs side by side ---------------------------------------------------------------------------------
 
 SAID = "document.getElementById('said').textContent"
 LAYERS = ("first", "second")

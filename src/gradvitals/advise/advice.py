@@ -55,7 +55,7 @@ class Advice:
     because: str = ""
     """Why the confidence is no higher."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """The advice as numbers. The same names in every run; None where there is nothing to say."""
+    """The advice as numbers. The same names in every run; None if there is nothing to say."""
     figures: Sequence[Figure] = ()
     """The evidence."""
     notes: Sequence[str] = ()

@@ -51,7 +51,7 @@ class Signal(NamedTuple):
 
     @property
     def noise_scale(self) -> tuple[float, float, float]:
-        """B_simple = B / GSNR, with the ends of its interval; nan and inf where the signal may be zero."""
+        """B_simple = B / GSNR, with the ends of its interval; NaN and infinity if the signal may be zero."""
         known = self.low > 0
         return (
             self.batch_size / self.value if known else math.nan,

@@ -55,7 +55,10 @@ def advise_decay(record: Record) -> Advice:
     """Returns whether there was a step from which on the learning rate should have been lower."""
     if not len(record.lr) or record.lr.values.max() <= 0:
         raise CannotTell("the run has no learning rate")
-    decays = _decays_from(record.lr)
+    peak = float(record.lr.values.max())
+    decays: int | None = None
+    if record.lr.values[-1] <= (1 - CONSTANT) * peak:  # the step from which on the rate is below its height
+        decays = int(record.lr.steps[np.flatnonzero(record.lr.values >= 0.99 * peak)[-1]]) + 1
     until = record.last_step + 1 if decays is None else decays
     course = loss_course(record.loss.chosen(record.loss.steps < until))
     begin = record.first_step + YOUNG * (record.last_step - record.first_step)
@@ -131,14 +134,6 @@ def _gsnr_drop(averages: list[Average]) -> Drop:
         if best is None or average.low > best.low:
             best = average
     return None
-
-
-def _decays_from(lr: Series) -> int | None:
-    """Returns the step from which on the learning rate is below its height; None if it stays up."""
-    peak = float(lr.values.max())
-    if lr.values[-1] > (1 - CONSTANT) * peak:
-        return None
-    return int(lr.steps[np.flatnonzero(lr.values >= 0.99 * peak)[-1]]) + 1
 
 
 def _answer(course: Course, drop: Drop, decays: int | None, lr: float, step: int | None) -> tuple[str, Confidence, str]:

@@ -1,4 +1,4 @@
-"""What a run kept, read once and sorted for advice: its numbers over steps, and which of its steps were healthy."""
+"""A run, read once for advice: its numbers over steps, and which of its steps were healthy."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Series:
         return self.chosen(self.steps >= step)
 
     def at(self, steps: Steps) -> Floats:
-        """Its values at some steps; nan where it has none."""
+        """Returns its values at some steps; NaN if it has none."""
         if not len(self):
             return np.full(len(steps), np.nan)
         places = np.searchsorted(self.steps, steps).clip(max=len(self) - 1)
@@ -96,7 +96,7 @@ class Record:
         self.first_step = int(steps[0]) if len(steps) else last
 
     def series(self, metric: str, source: str | None = None) -> Series:
-        """A global number over steps; empty where the run has none."""
+        """Returns a global number over steps; empty if the run has none."""
         if metric not in self.run.metrics("values"):
             return Series(np.zeros(0, dtype=np.int64), np.zeros(0))
         steps, values = self.run.series(metric, source=source)
@@ -141,7 +141,7 @@ class Record:
 
     @cached_property
     def gsnr_source(self) -> Source | None:
-        """The most trustworthy source of GSNR for the whole model; None where there is none."""
+        """The most trustworthy source of GSNR for the whole model; None if there is none."""
         names = self.run.sources("gsnr", "values")
         return next((source for source in SOURCES if source in names), None)
 

@@ -25,7 +25,7 @@ FULL = 0.999
 AVERAGED = 10
 """The fewest readings in a GSNR that shows no signal."""
 LONGEST_GUESS = 200
-"""Steps of warmup that are advised at most where the run shows harm and not how long it takes to settle."""
+"""The longest warmup advised for a run that shows harm but not how long it takes to settle."""
 EARLY = 50
 """Steps at the start that harm is looked for in, or twice as many as the warmup has."""
 ROSE = 1.2

@@ -1,4 +1,4 @@
-"""Alerts: who is told a finding when it opens, at a pace a person can bear, and never while training waits."""
+"""Alerts: messages about findings that open, at a pace that a person can bear, while training goes on."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 import shlex
 
 from gradvitals.alerts.alert import Alert, Message
-from gradvitals.alerts.command import Command
-from gradvitals.alerts.webhook import Webhook
+from gradvitals.alerts.ways import Command, Webhook
 from gradvitals.errors import ConfigError
 
 __all__ = ["Alert", "Command", "Message", "Webhook", "as_alert", "from_text"]

@@ -7,8 +7,10 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -286,13 +288,15 @@ def _scalar(value: Any) -> float | None:
 
 
 def _event_class() -> Any:
+    return _messages("event files are", "tensorboard", "tensorboard.compat.proto.event_pb2").Event
+
+
+def _messages(what: str, package: str, module: str) -> Any:
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
+        return import_module(module)
     except ImportError:
-        raise ImportSourceError(
-            "event files are read with tensorboard, which is not installed: pip install 'gradvitals[tensorboard]'"
-        ) from None
-    return Event
+        how = f"pip install 'gradvitals[{package}]'"
+        raise ImportSourceError(f"{what} read with {package}, which is not installed: {how}") from None
 
 
 # -- W&B -----------------------------------------------------------------------------------------------------------
@@ -316,15 +320,11 @@ def _wandb_rows(path: Path, notes: Notes) -> Iterator[Row]:
     with path.open("rb") as file:
         for record in _decoded(_records(file, notes), _record_class(), notes):
             if record.WhichOneof("record_type") == "history":
-                yield Row(dict(_cells(record.history.item)))
-
-
-def _cells(items: Any) -> Iterator[tuple[str, Any]]:
-    for item in items:
-        try:
-            yield "/".join(item.nested_key) or item.key, json.loads(item.value_json)
-        except (ValueError, RecursionError):
-            continue
+                cells = {}
+                for item in record.history.item:
+                    with suppress(ValueError, RecursionError):
+                        cells["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
+                yield Row(cells)
 
 
 def _records(file: IO[bytes], notes: Notes) -> Iterator[bytes]:
@@ -359,10 +359,4 @@ def _records(file: IO[bytes], notes: Notes) -> Iterator[bytes]:
 
 
 def _record_class() -> Any:
-    try:
-        from wandb.proto import wandb_internal_pb2
-    except ImportError:
-        raise ImportSourceError(
-            "a .wandb file is read with wandb, which is not installed: pip install 'gradvitals[wandb]'"
-        ) from None
-    return wandb_internal_pb2.Record  # type: ignore[attr-defined, unused-ignore]
+    return _messages("a .wandb file is", "wandb", "wandb.proto.wandb_internal_pb2").Record

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
@@ -286,13 +286,17 @@ def _listed(words: Iterable[str], last: str) -> str:
 
 def _settings(rule: type[Rule]) -> tuple[Setting, ...]:
     texts: dict[str, str] = {}
-    for above, below in pairwise(part for base in reversed(rule.__mro__) for part in _body(base)):
+    for above, below in (pair for base in reversed(rule.__mro__) for pair in pairwise(_body(base))):
         if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name) and isinstance(below, ast.Expr):
             value = below.value  # the string under a field, which Python keeps in the source alone
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 texts[above.target.id] = " ".join(value.value.split())
     chosen = (f for f in fields(rule) if f.init)  # type: ignore[arg-type]
-    return tuple(Setting(name=f.name, default=getattr(rule, f.name, None), text=texts.get(f.name, "")) for f in chosen)
+    found = []
+    for f in chosen:
+        default = getattr(rule, f.name, None) if f.default_factory is MISSING else f.default_factory()
+        found.append(Setting(name=f.name, default=default, text=texts.get(f.name, "")))
+    return tuple(found)
 
 
 def _severities(rule: type[Rule]) -> tuple[Severity, ...]:

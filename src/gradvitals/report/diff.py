@@ -220,7 +220,8 @@ def _curve(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = 
 def _separation(a: Floats, b: Floats) -> tuple[int, int]:
     """Returns the place from which two curves stay apart by more than their noise, and the width of the smoothing."""
     width = int(np.clip(len(a) // WINDOW_SHARE, *WINDOW)) | 1
-    noise = _step_noise(a - b)
+    changes = np.diff((a - b)[np.isfinite(a - b)])
+    noise = float(1.4826 * np.median(np.abs(changes)) / np.sqrt(2)) if changes.size else 0.0
     smooth = _beyond(_smooth(a, width), _smooth(b, width), NOISE * noise / np.sqrt(width))
     together = np.flatnonzero(~smooth)
     at = int(together[-1]) + 1 if together.size else 0
@@ -252,11 +253,6 @@ def _smooth(values: Floats, width: int) -> Floats:
         rows = np.flatnonzero(~known.all(axis=-1))
         middle[rows] = [_median(rolled[row]) if 2 * known[row].sum() > width else np.nan for row in rows]
     return middle
-
-
-def _step_noise(values: Floats) -> float:
-    steps = np.diff(values[np.isfinite(values)])
-    return float(1.4826 * np.median(np.abs(steps)) / np.sqrt(2)) if steps.size else 0.0
 
 
 def _median(values: Floats) -> float:

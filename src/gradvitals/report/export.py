@@ -124,16 +124,15 @@ def _block(run: Run, fields: list[Field], names: NDArray[Any], window: NDArray[n
     cells: Columns = {}
     info: Columns = {"time": np.full(len(window), np.nan), "stage": np.full(len(window), None, dtype=object)}
     since, until = int(window[0]) - 1, int(window[-1])
-    for field in fields:
+    for field in reversed(fields):  # of what they share, the first that is known counts
         steps, rows = run.matrix(field.metric, since=since, until=until, **field.where)
         cells[field.column] = np.full(shape, np.nan, dtype=np.float32)
         cells[field.column][np.searchsorted(window, steps)] = rows
-        info["time"] = _filled(info["time"], window, *run.times(field.metric, since=since, **field.where))
-        info["stage"] = _filled(info["stage"], window, *run.stage(field.metric, since=since, **field.where))
+        _fill(info["time"], window, *run.times(field.metric, since=since, **field.where))
+        _fill(info["stage"], window, *run.stage(field.metric, since=since, **field.where))
         if field.source is not None:
-            name = f"batch_size:{field.source}"
-            start = info.get(name, np.full(len(window), np.nan))
-            info[name] = _filled(start, window, *run.batch_sizes(field.metric, since=since, **field.where))
+            sizes = info.setdefault(f"batch_size:{field.source}", np.full(len(window), np.nan))
+            _fill(sizes, window, *run.batch_sizes(field.metric, since=since, **field.where))
     measured = ~np.all([np.isnan(values) for values in cells.values()], axis=0).ravel()
     block: Columns = {
         "step": np.repeat(window, len(names)),
@@ -145,14 +144,10 @@ def _block(run: Run, fields: list[Field], names: NDArray[Any], window: NDArray[n
     return {name: values[measured] for name, values in block.items()}
 
 
-def _filled(known: NDArray[Any], window: NDArray[np.int64], steps: NDArray[np.int64], found: NDArray[Any]) -> Any:
-    """Returns what is known of each step of the window, completed by what was found."""
-    inside = np.isin(steps, window)
-    places = np.searchsorted(window, steps[inside])
-    unknown = np.array([value is None or value != value for value in known[places]], dtype=bool)
-    result = known.copy()
-    result[places[unknown]] = found[inside][unknown]
-    return result
+def _fill(known: NDArray[Any], window: NDArray[np.int64], steps: NDArray[np.int64], found: NDArray[Any]) -> None:
+    """Writes what was found of the steps of the window over what was known, except NaN."""
+    inside = np.isin(steps, window) & (found == found)
+    known[np.searchsorted(window, steps[inside])] = found[inside]
 
 
 def _as_text(values: NDArray[Any]) -> list[str]:

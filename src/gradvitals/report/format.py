@@ -264,13 +264,13 @@ def evidence(content: Mapping[str, Any], finding_id: str = "") -> Iterator[str]:
 
 def _known(seen: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     """Returns the numbers whose names say what they are; the others are for titles and fixes."""
-    names = [name for name in SELF_EXPLANATORY if name in seen and _is_shown(name, seen[name])]
-    return ", ".join(f"{labels.get(name, name).replace('_', ' ')} {_value(seen[name])}" for name in names)
-
-
-def _is_shown(name: str, value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
-    return is_number and (name in MADE_NAN or not math.isnan(as_float(value)))
+    shown = []
+    for name in SELF_EXPLANATORY:
+        value = seen.get(name)
+        is_number = isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")
+        if is_number and (name in MADE_NAN or not math.isnan(as_float(value))):
+            shown.append(f"{labels.get(name, name).replace('_', ' ')} {_value(value)}")
+    return ", ".join(shown)
 
 
 def _compared(name: str, value: Any, expected: Any) -> str:

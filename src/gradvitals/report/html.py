@@ -49,25 +49,26 @@ def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
     name = cut(run.path.resolve().name or str(run.path), 120)
     sections = [(title, part) for title, part in _sections(report) if part]
     links = [tag("a", title, href=f"#s{at}") for at, (title, _) in enumerate(sections)]
+    banner = tag("p", "No readings yet.")
+    if run.last_step is not None:
+        verdict = report.verdict
+        head, colon, rest = cut(verdict.headline, TITLE).partition(":")
+        if not colon:
+            head, rest = LABELS[verdict.level], verdict.headline
+        text = tag("strong", head), tag("p", rest.strip())
+        banner = tag("div", *text, class_=f"banner {LEVEL_CLASSES[verdict.level]}")
     made = f"{cut(str(run.meta.get('version', '')), 40)} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     return document(
         f"{name}: gradvitals report",
         tag("h1", name),
         tag("p", capitalized(report.summary.about), class_="dim"),
-        _banner(report.verdict) if run.last_step is not None else tag("p", "No readings yet."),
+        banner,
         tag("nav", *links, aria_label="Sections") if links else None,
         *(tag("section", tag("h2", title, id=f"s{at}"), part) for at, (title, part) in enumerate(sections)),
         tag("footer", f"Made by gradvitals {made}. Times are in optimizer steps."),
         styles=("page.css", "run_page.css"),
         script="run_page.js",
     )
-
-
-def _banner(verdict: Verdict) -> Html:
-    head, colon, rest = cut(verdict.headline, TITLE).partition(":")
-    if not colon:
-        head, rest = LABELS[verdict.level], verdict.headline
-    return tag("div", tag("strong", head), tag("p", rest.strip()), class_=f"banner {LEVEL_CLASSES[verdict.level]}")
 
 
 def _sections(report: Report) -> Iterator[tuple[str, Part]]:
@@ -80,7 +81,8 @@ def _sections(report: Report) -> Iterator[tuple[str, Part]]:
             yield "Actions", _actions(report.actions)
     if has_readings and span is not None:
         curves = list(read_curves(run, span))
-        marks = _marks(report.verdict)
+        numbered = enumerate(report.verdict.findings[:MAX_IN_FULL], 1)  # as in the list of findings
+        marks = [Mark(str(at), f.first_step, f.last_step, f.severity, f.title, f"#f{at}") for at, f in numbered]
         lanes = timeline(curves, span, marks=marks, actions=report.actions, batch_size=_batch_size(run))
         yield "The run, step by step", lanes if curves else None
         yield "Layers over steps", _heatmaps(run, span)
@@ -97,12 +99,6 @@ def _sections(report: Report) -> Iterator[tuple[str, Part]]:
 
 
 # -- findings, actions, checks -------------------------------------------------------------------------------------
-
-
-def _marks(verdict: Verdict) -> list[Mark]:
-    """Returns the findings for the time axis, numbered as in the list."""
-    findings = enumerate(verdict.findings[:MAX_IN_FULL], 1)
-    return [Mark(str(at), f.first_step, f.last_step, f.severity, f.title, f"#f{at}") for at, f in findings]
 
 
 def _findings(verdict: Verdict) -> Html:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from gradvitals.store.reader import Floats, Names, Run, open_run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from gradvitals.monitor import Monitor
 
 MAX_FINDINGS = 5
 LIVE_SECONDS = 2.0
@@ -51,29 +53,12 @@ NAMED_ROWS = 40
 def display(path: Path | None, fallback: str) -> str:
     """Returns the run in a folder as HTML; the given text if there is none that can be read."""
     if path is not None:
-        try:
-            with open_run(path) as run:
-                return run_html(run)
-        except (GradvitalsError, OSError):
-            pass
+        with suppress(GradvitalsError, OSError), open_run(path) as run:
+            return run_html(run)
     return str(tag("pre", fallback))
 
 
-class Shown(Protocol):
-    """What a card shows: a Monitor."""
-
-    @property
-    def run_path(self) -> Path:
-        """Its folder."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it no longer watches."""
-
-    def _repr_html_(self) -> str: ...
-
-
-def show_live(monitor: Shown, every: float = LIVE_SECONDS) -> None:
+def show_live(monitor: Monitor, every: float = LIVE_SECONDS) -> None:
     """Display a Monitor in a notebook, and again every few seconds until it is closed.
 
     A thread of its own does it, because the cell that trains keeps the kernel busy.
@@ -196,7 +181,16 @@ def plot(
     given = {part: names for part, names in chosen.items() if names is not None}
     if len(given) + (kind is not None) > 1:
         raise RunError("a plot is of tensors, layers, heads or ranks, or of all of one kind; more than one was given")
-    axes = _new_axes() if ax is None else ax
+    if ax is not None:
+        axes = ax
+    else:
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise PlotsMissingError(
+                "plots need matplotlib; install it with: pip install 'gradvitals[plots]'"
+            ) from error
+        axes = pyplot.subplots()[1]
     if kind is not None:
         _plot_heatmap(run, metric, kind, source, axes, style)
         return axes
@@ -228,15 +222,6 @@ def plot(
     axes.set_xlim(limits)
     if given:
         axes.legend(fontsize="small")
-    return axes
-
-
-def _new_axes() -> Axes:
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise PlotsMissingError("plots need matplotlib; install it with: pip install 'gradvitals[plots]'") from error
-    _, axes = pyplot.subplots()
     return axes
 
 

@@ -132,8 +132,8 @@ class Table:
             own, first = run.matrix(self.metrics[0], self.kind, source=source, since=since, until=until)
             parts = [first]
             for name in self.metrics[1:]:
-                steps, rows = run.matrix(name, self.kind, source=source, since=since, until=until)
-                _, at, of = np.intersect1d(own, steps, assume_unique=True, return_indices=True)
+                others, rows = run.matrix(name, self.kind, source=source, since=since, until=until)
+                _, at, of = np.intersect1d(own, others, assume_unique=True, return_indices=True)
                 parts.append(np.full(first.shape, np.nan))
                 parts[-1][at] = rows[of]
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):

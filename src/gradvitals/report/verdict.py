@@ -20,7 +20,7 @@ from gradvitals.format import number
 from gradvitals.notices import ABOUT_MONITORING
 from gradvitals.report.catalog import NOTICES, name_of
 from gradvitals.report.format import clean, cut, duration, evidence, plural, where
-from gradvitals.store.process import is_gone
+from gradvitals.store.opening import is_gone
 from gradvitals.store.reader import Run, open_run
 from gradvitals.types import SEVERITIES, Finding, Fix, Severity
 

@@ -23,20 +23,20 @@ __all__ = [
     "from_text",
 ]
 
-WAYS = {
-    "tensorboard": "tensorboard:FOLDER",
-    "wandb": "wandb, or wandb:PROJECT",
-    "mlflow": "mlflow, or mlflow:EXPERIMENT",
-    "trackio": "trackio, or trackio:PROJECT",
-    "prometheus": "prometheus, or prometheus:PORT",
-    "otel": "otel",
-    "jsonl": "jsonl:FILE",
+WAYS: dict[str, tuple[str, Callable[[str], Sink]]] = {
+    "tensorboard": ("tensorboard:FOLDER", TensorBoard),
+    "wandb": ("wandb, or wandb:PROJECT", lambda rest: WandB(project=rest or None)),
+    "mlflow": ("mlflow, or mlflow:EXPERIMENT", lambda rest: MLflow(experiment=rest or None)),
+    "trackio": ("trackio, or trackio:PROJECT", lambda rest: Trackio(project=rest or None)),
+    "prometheus": ("prometheus, or prometheus:PORT", lambda rest: Prometheus(port=int(rest)) if rest else Prometheus()),
+    "otel": ("otel", lambda rest: OpenTelemetry()),
+    "jsonl": ("jsonl:FILE", JSONL),
 }
-"""What can be written, by the word before the colon."""
+"""What a text can be, and what makes a sink of what is after the colon, by the word before it."""
 
 
 def from_text(text: str) -> Sink:
-    """The sink that a text such as ``tensorboard:logs`` names.
+    """Returns the sink that a text such as ``tensorboard:logs`` names.
 
     Raises:
         ConfigError: If there is no such sink, or it needs something else after the colon.
@@ -48,20 +48,14 @@ def from_text(text: str) -> Sink:
     """
     kind, _, rest = text.strip().partition(":")
     kind = kind.lower()
-    makers: dict[str, Callable[[], Sink]] = {
-        "tensorboard": lambda: TensorBoard(rest),
-        "wandb": lambda: WandB(project=rest or None),
-        "mlflow": lambda: MLflow(experiment=rest or None),
-        "trackio": lambda: Trackio(project=rest or None),
-        "prometheus": lambda: Prometheus(port=_port(text, rest)) if rest else Prometheus(),
-        "otel": OpenTelemetry,
-        "jsonl": lambda: JSONL(rest),
-    }
     lacking = kind in ("tensorboard", "jsonl") and not rest
-    if kind not in makers or lacking or (kind == "otel" and rest):
-        expected = WAYS.get(kind) or f"one of {'; '.join(WAYS.values())}"
+    if kind not in WAYS or lacking or (kind == "otel" and rest):
+        expected = WAYS[kind][0] if kind in WAYS else f"one of {'; '.join(way for way, _ in WAYS.values())}"
         raise ConfigError(f"{text!r} is not a sink; expected {expected}")
-    return makers[kind]()
+    if kind == "prometheus" and rest and not (rest.isdecimal() and int(rest) < 1 << 16):
+        expected = "a port below 65536 after the colon, as in prometheus:9464"
+        raise ConfigError(f"{text!r} is not a sink; expected {expected}")
+    return WAYS[kind][1](rest)
 
 
 def as_sink(given: object) -> Sink:
@@ -74,9 +68,3 @@ def as_sink(given: object) -> Sink:
             f"{given!r} is not a sink; expected a gradvitals.sinks.Sink or a text such as 'tensorboard:logs'{hint}"
         )
     return given
-
-
-def _port(text: str, rest: str) -> int:
-    if not rest.isdecimal() or not int(rest) < 1 << 16:
-        raise ConfigError(f"{text!r} is not a sink; expected a port below 65536 after the colon, as in prometheus:9464")
-    return int(rest)

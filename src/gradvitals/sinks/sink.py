@@ -30,7 +30,7 @@ class Sink:
 
     All methods but `begin` are called on a thread of the sink's own, one after the other, a moment after the step:
     they may take their time, and training does not wait. A sink that falls far behind misses steps, which are counted.
-    An error is told once, as a finding, and the sink is left out from then on. Of several ranks only the first feeds
+    An error is reported once, as a finding, and the sink gets nothing more. Of several ranks only the first feeds
     sinks.
 
     Example:

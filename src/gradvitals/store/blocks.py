@@ -56,8 +56,7 @@ def frames_of(reading: Reading) -> list[Frame]:
     if reading.values:
         metrics = tuple(sorted(reading.values))
         numbers = [reading.values[metric] for metric in metrics]
-        with np.errstate(over="ignore"):  # beyond float32 is infinite, which is what it means
-            row = np.array(numbers, dtype=FLOAT)
+        row = _as_floats(numbers)
         if row.ndim != 1:
             raise ValueError(f"values are {numbers!r}; expected one number for each metric")
         frames.append(Frame(GroupKey("values", source, stage, metrics, 1), row.tobytes()))
@@ -65,8 +64,7 @@ def frames_of(reading: Reading) -> list[Frame]:
         by_length: dict[int, dict[str, NDArray[np.float32]]] = {}
         content: Mapping[str, Any] = getattr(reading, kind)
         for metric in sorted(content):
-            with np.errstate(over="ignore"):  # beyond float32 is infinite, which is what it means
-                column = np.asarray(content[metric], dtype=FLOAT).reshape(-1)
+            column = _as_floats(content[metric]).reshape(-1)
             by_length.setdefault(column.size, {})[metric] = column
         for num_rows, columns in by_length.items():
             if num_rows > MAX_ROWS or num_rows * len(columns) * FLOAT.itemsize > MAX_BLOB_BYTES:
@@ -82,8 +80,7 @@ def plain_frames(plain: PlainReadings) -> list[Frame]:
     if not names:
         return []
     has = np.stack([plain.present[name] for name in names], axis=1)
-    with np.errstate(over="ignore"):  # beyond float32 is infinite, which is what it means
-        numbers = np.stack([plain.values[name] for name in names], axis=1).astype(FLOAT)
+    numbers = _as_floats(np.stack([plain.values[name] for name in names], axis=1))
     frames = []
     keys: dict[bytes, GroupKey] = {}
     for row, here in zip(numbers, has, strict=True):
@@ -93,6 +90,11 @@ def plain_frames(plain: PlainReadings) -> list[Frame]:
             key = keys[pattern] = GroupKey("values", None, "raw", columns, 1)
         frames.append(Frame(key, row[here].tobytes()))
     return frames
+
+
+def _as_floats(numbers: Any) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):  # beyond float32 is infinite, which is what it means
+        return np.asarray(numbers, dtype=FLOAT)
 
 
 def transposed(blobs: list[bytes], key: GroupKey) -> list[bytes]:
@@ -128,7 +130,7 @@ def block_frames(num_columns: int, num_rows: int) -> int:
 
 
 def dump_json(value: Any) -> str:
-    """Strict JSON; whatever it has no word for is kept as its text."""
+    """Returns strict JSON; what JSON cannot hold becomes its text."""
     return json.dumps(json_ready(value), allow_nan=False, ensure_ascii=True, default=str)
 
 
@@ -214,18 +216,15 @@ def load_groups(db: sqlite3.Connection, after: int = 0) -> list[Group]:
 
 
 def read_extent(db: sqlite3.Connection, group: Group) -> tuple[int, int, int] | None:
-    """The first and the last step of a group, and how many frames it has; None where it has none."""
-    parts = [
-        db.execute(query, (group.id,)).fetchone()
-        for query in (
-            "SELECT min(first_step), max(last_step), sum(num_frames) FROM chunk WHERE group_id = ?",
-            "SELECT min(step), max(step), count(*) FROM tail WHERE group_id = ?",
-        )
-    ]
+    """Returns the first and the last step of a group, and how many frames it has; None if it has none."""
+    queries = (
+        "SELECT min(first_step), max(last_step), sum(num_frames) FROM chunk WHERE group_id = ?",
+        "SELECT min(step), max(step), count(*) FROM tail WHERE group_id = ?",
+    )
+    parts = [db.execute(query, (group.id,)).fetchone() for query in queries]
     found = [tuple(map(int, part)) for part in parts if part[0] is not None]
-    if not found:
-        return None
-    return min(part[0] for part in found), max(part[1] for part in found), sum(part[2] for part in found)
+    firsts, lasts, counts = zip(*found, strict=True) if found else ((), (), ())
+    return (min(firsts), max(lasts), sum(counts)) if firsts else None
 
 
 def _chunks_and_tail(
@@ -284,7 +283,7 @@ def read_chunk(
 
 
 def read_info(db: sqlite3.Connection, group: Group, span: Span, *, name: Literal["time", "batch_size"]) -> Found:
-    """What is kept once a frame: ``time`` or ``batch_size``."""
+    """Reads what is stored once per frame: ``time`` or ``batch_size``."""
     found = f"num_frames, steps, readings, {name}s", f"step, reading, {name}"
     chunks, rows = _chunks_and_tail(db, group, span, *found)
     tail = [(step, reading, np.array([number], "<f8").tobytes()) for step, reading, number in rows]
@@ -312,18 +311,16 @@ def read_places(db: sqlite3.Connection, group: Group, span: Span) -> list[Place]
 def _join(
     group: Group, chunks: list[tuple[Any, ...]], tail: list[tuple[Any, ...]], span: Span, decode: Callable[..., Array]
 ) -> Found:
-    steps, readings, data = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [decode(b"", 0)]
-    for frames, step_blob, reading_blob, content in chunks:
+    parts = [Found(np.zeros(0, np.int64), np.zeros(0, np.int64), decode(b"", 0))]
+    for frames, steps, readings, content in chunks:
         if not isinstance(frames, int) or frames < 1:
             raise ValueError(f"a chunk of group {group.id} has {frames} frames")
-        steps.append(_numbers(step_blob, "<i8", frames))
-        readings.append(_numbers(reading_blob, "<i8", frames))
-        data.append(decode(content, frames))
+        own, numbers = _numbers(steps, "<i8", frames), _numbers(readings, "<i8", frames)
+        parts.append(Found(own, numbers, decode(content, frames)))
     if tail:
-        steps.append(np.array([row[0] for row in tail], dtype=np.int64))
-        readings.append(np.array([row[1] for row in tail], dtype=np.int64))
-        data.append(decode(b"".join(row[2] or b"" for row in tail), len(tail)))
-    found = Found(np.concatenate(steps), np.concatenate(readings), np.concatenate(data))
+        own, numbers = (np.array([row[at] for row in tail], np.int64) for at in (0, 1))
+        parts.append(Found(own, numbers, decode(b"".join(row[2] or b"" for row in tail), len(tail))))
+    found = Found(*map(np.concatenate, zip(*parts, strict=True)))
     wanted = (found.steps > span.since) & (found.steps <= span.until)
     return found if wanted.all() else Found(*(part[wanted] for part in found))
 

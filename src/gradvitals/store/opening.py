@@ -1,13 +1,17 @@
-"""Opening a run file, for reading only or for writing: what is there, and which SQLite journal suits its disk."""
+"""Opening a run file, for reading or for writing: what is there, which SQLite journal suits its disk, who writes it."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import socket
 import sqlite3
 import warnings
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from gradvitals.errors import RunNotFoundError
 from gradvitals.store import schema
@@ -25,7 +29,7 @@ BUSY_SECONDS = 2.0
 
 
 def filesystem_type(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """Type of the filesystem that holds `path`, or None where the system does not tell.
+    """Returns the type of the filesystem that holds `path`, or None if the system does not say.
 
     Of all mount points above the path the longest one counts, and of equal ones the last mounted.
     """
@@ -84,10 +88,18 @@ def find_run_file(path: str | os.PathLike[str]) -> Path:
     file = path / schema.FILE_NAME
     if file.is_file():
         return file
+
+    def listed(names: list[str]) -> str:
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
     if below := _runs_in(path):
-        raise RunNotFoundError(f"{path} is not a run, but has runs in it: {_listed(below)}")
+        raise RunNotFoundError(f"{path} is not a run, but has runs in it: {listed(below)}")
     why = f"the folder has no {schema.FILE_NAME}" if path.exists() else "no such folder"
-    raise RunNotFoundError(f"there is no run at {path}: {why}{_beside(path)}")
+    beside = _runs_in(path.parent)
+    instead = f"; runs in {path.parent}: {listed(beside)}" if beside else ""
+    if close := get_close_matches(path.name, beside, n=1):
+        instead = f"; did you mean {path.parent / close[0]}?"
+    raise RunNotFoundError(f"there is no run at {path}: {why}{instead}")
 
 
 def is_run_file(path: Path) -> bool:
@@ -106,18 +118,6 @@ def is_run_file(path: Path) -> bool:
 
 def _runs_in(folder: Path) -> list[str]:
     return sorted(found.parent.name for found in folder.glob(f"*/{schema.FILE_NAME}") if is_run_file(found))
-
-
-def _beside(path: Path) -> str:
-    """Returns which runs there are instead: the one that was likely meant, or those in the folder above."""
-    names = _runs_in(path.parent)
-    if close := get_close_matches(path.name, names, n=1):
-        return f"; did you mean {path.parent / close[0]}?"
-    return f"; runs in {path.parent}: {_listed(names)}" if names else ""
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _recover(path: Path) -> None:
@@ -175,3 +175,49 @@ def _connect_uri(path: Path, options: str) -> sqlite3.Connection:
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA query_only = ON")
     return connection
+
+
+# -- whether the process that writes a run still exists, as far as this machine knows --------------------------------
+
+
+def pid_space() -> str | None:
+    """Names where process ids mean the same: one machine since it was started, and one container on it.
+
+    None if that is not known. Containers may share the name of a machine but not its process ids.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        container = Path("/proc/self/ns/pid").readlink()
+        return hashlib.sha256(f"{boot} {container}".encode()).hexdigest()[:16]
+    except (OSError, UnicodeError):
+        return None
+
+
+def here() -> dict[str, Any]:
+    """Where this process runs, as `is_gone` wants to know."""
+    return {"pid_space": pid_space(), "hostname": socket.gethostname()}
+
+
+def is_gone(meta: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote a run last, by what the run says of it, is known to have ended.
+
+    The name of the machine must be the same too: copies of one that was running share its `pid_space`.
+    """
+    space = meta.get("pid_space")
+    known = space is not None and space == pid_space() and meta["hostname"] == socket.gethostname()
+    return known and not is_alive(meta["pid"])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is a process of this id, and not only what is left of one until its parent asks for it."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError, TypeError):
+        return True  # there, and somebody else's; or not to be known
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state not in ("Z", "X")

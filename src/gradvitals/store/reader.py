@@ -39,7 +39,7 @@ from gradvitals.store.blocks import (
     read_row,
     read_rows,
 )
-from gradvitals.store.process import is_gone
+from gradvitals.store.opening import is_gone
 from gradvitals.store.writer import LIVE_SECONDS
 from gradvitals.types import SOURCES, Action, Finding, Layout, Reading, Source, Stage, TensorInfo
 
@@ -52,7 +52,7 @@ Kept = TypeVar("Kept", Finding, Action)
 
 
 class Segment(NamedTuple):
-    """What one process wrote of a run: from its start, or from where a resumed one went on."""
+    """What one process wrote of a run, from its start or from the step at which it resumed."""
 
     first_step: int
     finished_at: float | None
@@ -62,7 +62,7 @@ class Segment(NamedTuple):
 
 
 def parsed(record: type[Kept], texts: Iterable[str]) -> list[Kept]:
-    """Findings or actions as they were kept. What a later minor version knows more of is left out."""
+    """Returns findings or actions as they were stored, without fields that only a later minor version knows."""
     fields = record.__dataclass_fields__ | {"changes": None}  # what a program needs of each fix
     return [record.from_json({k: v for k, v in json.loads(text).items() if k in fields}) for text in texts]
 
@@ -82,7 +82,7 @@ class UnknownNameError(RunError, KeyError):
 
 
 class Catalog:
-    """What is where in one run file, kept up to date as the file grows."""
+    """Where everything is in one run file, up to date as the file grows."""
 
     def __init__(self, db: sqlite3.Connection, file: Path) -> None:
         self.db = db
@@ -501,7 +501,7 @@ class Run:
         since: int | None = None,
         until: int | None = None,
     ) -> tuple[Steps, Floats]:
-        """One metric for all rows: steps, and ``[steps, rows]`` with nan where a row has no number.
+        """One metric for all rows: steps, and ``[steps, rows]`` with NaN if a row has no number.
 
         The rows are those of `names`. Steps after `since`, up to and with `until`.
         """
@@ -568,7 +568,7 @@ class Run:
             begins = dict(self._db.execute("SELECT id, first_step FROM segment").fetchall())
             shown = [row for row in rows if row[1] < cutoffs[row[0]]]
             found = parsed(Action, (text for _, _, text in shown))
-        # A process that goes on tells again what its checkpoint had not been told of yet, and another one had.
+        # A resumed process repeats actions that its checkpoint did not hold yet but the run already does.
         known: set[tuple[int, str]] = set()
         kept = []
         for (segment, _, _), action in zip(shown, found, strict=True):
@@ -734,7 +734,7 @@ def next_step(path: Path) -> int:
 
 
 def run_meta(path: Path) -> dict[str, Any]:
-    """Returns what is kept with the run at a path; nothing if there is none."""
+    """Returns what is stored about the run at a path; nothing if there is none."""
     with suppress(RunError), open_run(path) as run:
         return run.meta
     return {}

@@ -29,7 +29,7 @@ from gradvitals.store.blocks import (
     plain_frames,
     transposed,
 )
-from gradvitals.store.process import is_alive, pid_space
+from gradvitals.store.opening import is_alive, pid_space
 from gradvitals.types import Action, Finding, Layout, PlainReadings, Reading
 
 Record = Reading | PlainReadings | Finding | Action | Layout
@@ -134,18 +134,15 @@ class RunWriter:
             return
         if not resume:
             raise RunError(f"there is a run in {self.path.parent} already; resume it or write to another folder")
-        self._refuse_second_writer()
-        self.run_id = found
-        entries = [(str(key), dump_json(value)) for key, value in self._meta.items() if key != "run_id"]
-        self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", entries)
-        self._add_segment()
-
-    def _refuse_second_writer(self) -> None:
         query = "SELECT pid, hostname, heartbeat FROM segment WHERE finished_at IS NULL ORDER BY id DESC LIMIT 1"
         for pid, hostname, heartbeat in self._db.execute(query).fetchall():
             here = hostname == socket.gethostname() and pid != os.getpid() and os.name == "posix"
             if here and time.time() - heartbeat < LIVE_SECONDS and is_alive(pid):
                 raise RunError(f"{self.path} is being written by process {pid}; give each process a run of its own")
+        self.run_id = found
+        entries = [(str(key), dump_json(value)) for key, value in self._meta.items() if key != "run_id"]
+        self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", entries)
+        self._add_segment()
 
     def _add_segment(self) -> None:
         now = self._started_at
@@ -201,7 +198,11 @@ class RunWriter:
         elif isinstance(record, PlainReadings):
             self._write_plain(record)
         elif isinstance(record, Finding):
-            self._write_finding(record)
+            self._execute(
+                "INSERT INTO finding VALUES (NULL, ?, ?, ?, ?) "
+                "ON CONFLICT (key) DO UPDATE SET segment = excluded.segment, content = excluded.content",
+                (finding_key(record), self._segment, int(record.first_step), dump_json(record.to_json())),
+            )
         elif isinstance(record, Action):
             step, content = int(record.step), dump_json(record.to_json())
             self._execute("INSERT INTO action VALUES (NULL, ?, ?, ?)", (self._segment, step, content))
@@ -209,14 +210,6 @@ class RunWriter:
             self._write_layout(record)
         else:
             raise ValueError(f"a run keeps readings, findings, actions and layouts; got {type(record).__name__}")
-
-    def _write_finding(self, finding: Finding) -> None:
-        key, content = finding_key(finding), dump_json(finding.to_json())
-        self._execute(
-            "INSERT INTO finding VALUES (NULL, ?, ?, ?, ?) "
-            "ON CONFLICT (key) DO UPDATE SET segment = excluded.segment, content = excluded.content",
-            (key, self._segment, int(finding.first_step), content),
-        )
 
     def _write_reading(self, reading: Reading) -> None:
         frames = frames_of(reading)
@@ -314,7 +307,9 @@ class RunWriter:
 
     def close(self) -> None:
         """Commit, note that the run is finished, and leave one plain file that needs no log beside it."""
-        if self._is_closed():
+        try:
+            self._db.execute("SELECT 1")
+        except sqlite3.ProgrammingError:  # closed already
             return
         try:
             self.compact()
@@ -358,10 +353,3 @@ class RunWriter:
         except OSError:
             return None
         return status.st_dev, status.st_ino
-
-    def _is_closed(self) -> bool:
-        try:
-            self._db.execute("SELECT 1")
-        except sqlite3.ProgrammingError:
-            return True
-        return False

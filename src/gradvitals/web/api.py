@@ -24,8 +24,7 @@ from gradvitals.store.blocks import KINDS
 from gradvitals.store.reader import Run, UnknownNameError
 from gradvitals.types import json_ready
 from gradvitals.web import views
-from gradvitals.web.run_index import RunIndex, stamp
-from gradvitals.web.stream import Watcher
+from gradvitals.web.run_index import RunIndex, Watcher, stamp
 from gradvitals.web.views import HEATMAPS, MAX_BUCKETS, MAX_COLUMNS, MAX_METRICS, HeatmapRows
 
 LOG = logging.getLogger(__name__)

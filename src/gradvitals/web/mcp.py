@@ -44,12 +44,12 @@ class Runs:
         """List the recorded runs, the newest first: level, steps, last loss, age in seconds, and what is wrong."""
         files = sorted(find_runs(self._folder), key=lambda file: -file.modified)
         lines = list_runs(files[:limit], self._folder)
-        return _plain({"num_runs": len(files), "runs": [line.to_json() for line in lines]})
+        return {"num_runs": len(files), "runs": [line.to_json() for line in lines]}
 
     def verdict(self, run: str | None = None) -> dict[str, Any]:
         """Judge a run (the newest if none is named): level, cause, fix, every finding with its evidence, checks."""
         with self._open(run) as opened:
-            return _plain(Report(opened).to_json())
+            return Report(opened).to_json()
 
     def series(
         self,
@@ -67,21 +67,16 @@ class Runs:
         with self._open(run) as opened:
             steps, values = opened.series(metric, tensor=tensor, layer=layer, since=since)
             starts, low, high = min_max_buckets(steps, values, max(1, min(points, MAX_POINTS)))
-            return _plain({"run": str(opened.path), "metric": metric, "steps": starts, "low": low, "high": high})
+            return {"run": str(opened.path), "metric": metric, "steps": starts, "low": low, "high": high}
 
     def explain(self, rule: str) -> dict[str, Any]:
         """Explain one kind of finding by its id: the pattern, likely causes, fixes, and its settings."""
-        return _plain(catalog.entry(rule).to_json())
+        return catalog.entry(rule).to_json()
 
     def diff(self, a: str, b: str) -> dict[str, Any]:
         """Compare run A with run B: where they diverge for good, and the settings and findings that differ."""
         with self._open(a) as first, self._open(b) as second:
-            return _plain(compare(first, second).to_json())
-
-
-def _plain(result: dict[str, Any]) -> dict[str, Any]:
-    ready: dict[str, Any] = json_ready(result)
-    return ready
+            return compare(first, second).to_json()
 
 
 def build_server(folder: Path) -> Any:
@@ -102,12 +97,13 @@ def build_server(folder: Path) -> Any:
     runs = Runs(folder)
 
     def answering(tool: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-        """Has the agent read what was wrong with its request."""
+        """Makes the answer plain JSON values, or has the agent read what was wrong with its request."""
 
         @wraps(tool)
         def answer(*args: Any, **options: Any) -> dict[str, Any]:
             try:
-                return tool(*args, **options)
+                ready: dict[str, Any] = json_ready(tool(*args, **options))
+                return ready
             except GradvitalsError as error:
                 raise ToolError(str(error)) from None
 

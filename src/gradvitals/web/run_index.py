@@ -1,12 +1,17 @@
-"""The runs in a folder, each requested by its id: an address never becomes a path."""
+"""The runs in a folder, each requested by its id (an address never becomes a path), and their changes as events."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from anyio import CapacityLimiter, to_thread
 
 from gradvitals.errors import RunNotFoundError
 from gradvitals.report.listing import RunFile, find_runs, is_inside
@@ -71,3 +76,84 @@ def stamp(file: Path) -> tuple[int, ...]:
         log = file.with_name(file.name + "-wal").stat()
         parts += [log.st_mtime_ns, log.st_size]
     return tuple(parts)
+
+
+# -- changes of runs for the page, sent as server-sent events --------------------------------------------------------
+
+LOOK_SECONDS = 0.2
+"""Between two looks at the runs, while anybody listens."""
+SLOW_SECONDS = 2.0
+"""Between two looks for new runs."""
+HEARTBEAT_SECONDS = 5.0
+"""Between two events if there is no news, by which both ends notice that the other is gone."""
+MAX_READERS = 16
+
+News = dict[str, Any]
+
+
+class Watcher:
+    """Looks at the runs while anybody listens, and streams what changed."""
+
+    def __init__(self, index: RunIndex) -> None:
+        self._index = index
+        self._latest: dict[str, tuple[tuple[int, ...], News]] = {}
+        self._limiter: CapacityLimiter | None = None
+        self._readers = 0
+        self.stopped = False
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yields how each run is, and then whatever changes."""
+        self._readers += 1
+        if self._limiter is None:
+            self._limiter = CapacityLimiter(1)  # its own, so that looks and requests do not wait for each other
+        sent: dict[str, News] = {}
+        when = time.monotonic()
+        try:
+            yield b"retry: 1000\n\n"
+            while not self.stopped:
+                latest = await to_thread.run_sync(self.look, limiter=self._limiter)
+                changed = [news for run, news in latest.items() if sent.get(run) != news]
+                changed += [{**_nothing(run), "gone": True} for run in sent.keys() - latest.keys()]
+                for news in changed:
+                    yield f"data: {json.dumps(news)}\n\n".encode()
+                if not changed and time.monotonic() - when > HEARTBEAT_SECONDS:
+                    yield b"event: beat\ndata: {}\n\n"
+                    changed = [{}]
+                when = time.monotonic() if changed else when
+                sent = latest
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            self._readers -= 1
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a further reader is turned away."""
+        return self._readers >= MAX_READERS
+
+    def is_live(self, run_id: str) -> bool:
+        """Returns whether a run was live at the last look."""
+        return run_id in self._latest and bool(self._latest[run_id][1]["live"])
+
+    def stop(self) -> None:
+        """Ends all streams."""
+        self.stopped = True
+
+    def look(self) -> dict[str, News]:
+        """Returns how each run is; opens those that are live or were written to since the last look."""
+        files = self._index.files(max_age=SLOW_SECONDS)
+        for file in files:
+            now = stamp(file.path)
+            before, news = self._latest.get(file.id, ((), None))
+            if news is not None and not news["live"] and before == now:
+                continue
+            news = _nothing(file.id)
+            # A damaged file must not hide the news of others; the list shows what is wrong.
+            with suppress(Exception), self._index.opened(file.id) as run, run.moment():
+                counts = {"findings": run.num_records(), "segments": len(run.segments)}
+                news = {**news, "last_step": run.last_step, **counts, "live": run.is_live}
+            self._latest[file.id] = now, news
+        return {file.id: self._latest[file.id][1] for file in files}
+
+
+def _nothing(run_id: str) -> News:
+    return {"run": run_id, "last_step": None, "findings": 0, "segments": 0, "live": False}

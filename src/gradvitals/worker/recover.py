@@ -12,7 +12,7 @@ from typing import Any
 from gradvitals.config import Config
 from gradvitals.errors import RunError
 from gradvitals.store import next_step
-from gradvitals.store.process import here, is_gone
+from gradvitals.store.opening import here, is_gone
 from gradvitals.store.schema import FILE_NAME
 from gradvitals.types import json_ready
 from gradvitals.worker.channel import Channel, ThreadChannel
