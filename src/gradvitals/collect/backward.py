@@ -1,4 +1,4 @@
-"""Counts backward passes, detects discarded gradients, and detects optimizers that alternate as in a GAN."""
+"""What backward shows: its passes, discarded gradients, optimizers that alternate, the gradient of the first layer."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.optim import optimizer as optim
 
+from gradvitals.collect.parameters import ParameterTable
+from gradvitals.collect.transfer import ReadingBuffer
+from gradvitals.distributed.fsdp import Place, sharded_units
 from gradvitals.distributed.shards import local
 
 
@@ -130,6 +133,81 @@ def _version_of(grad: Tensor) -> int:
     """Returns how often a gradient was changed in place; for a DTensor, including its local part."""
     part = local(grad)
     return grad._version if part is grad else grad._version + part._version
+
+
+class FirstLayerGradient:
+    """Reads the norm of one small gradient at every step before the reduction: it shows which rank made a NaN.
+
+    Backward reaches it last, so a NaN from any layer is in it.
+
+    Args:
+        table: The watched parameters.
+        buffer: Returns the buffer of the step in progress.
+    """
+
+    def __init__(self, table: ParameterTable, buffer: Callable[[], ReadingBuffer]) -> None:
+        self._buffer = buffer
+        self._row = -1
+        self._leaf: Tensor | None = None
+        self._handle: Any = None
+        self._forward_handle: Any = None
+        self.follow(table)
+
+    def follow(self, table: ParameterTable) -> None:
+        """Hook the smallest parameter of the layer nearest the input."""
+        trainable = [row for row in table.order if table.parameters[row].requires_grad]
+        if not trainable:
+            return
+        layers = [table.layout.tensors[row].layer for row in trainable]
+        first = [row for row, layer in zip(trainable, layers, strict=True) if layer == layers[0]]
+        chosen = min(first, key=lambda row: table.parameters[row].numel())
+        if chosen == self._row:
+            return
+        self.stop()
+        self._row = chosen
+        for unit, (place,) in sharded_units(table.model, table.parameters, [chosen]).items():
+            self._follow_whole(unit, place)
+            return
+        self._hook(table.parameters[chosen])
+
+    def _follow_whole(self, unit: nn.Module, place: Place) -> None:
+        """Hook the gathered parameter of `fully_shard`, which exists when its unit runs."""
+        reference = weakref.ref(self)
+
+        def before_forward(*_: Any) -> None:
+            own = reference()
+            if own is not None:
+                with contextlib.suppress(Exception):  # inside forward: no error may escape
+                    own._hook(place.current())
+
+        self._forward_handle = unit.register_forward_pre_hook(torch.compiler.disable(before_forward))
+
+    def _hook(self, leaf: Tensor | None) -> None:
+        if leaf is None or leaf is self._leaf:
+            return
+        reference = weakref.WeakMethod(self._take)  # a parameter must not hold its watcher
+
+        def incoming(grad: Tensor) -> None:
+            take = reference()
+            if take is not None:
+                take(grad)
+
+        if self._handle is not None:
+            self._handle.remove()
+        self._leaf, self._handle = leaf, leaf.register_hook(incoming)
+
+    @torch.no_grad()
+    def _take(self, grad: Tensor) -> None:
+        with contextlib.suppress(Exception):  # inside backward: no error may escape
+            if not grad.is_sparse and not (grad.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self._buffer().add("own_norm", torch.linalg.vector_norm(local(grad), dtype=torch.float32))
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        for handle in (self._handle, self._forward_handle):
+            if handle is not None:
+                handle.remove()
+        self._leaf = self._handle = self._forward_handle = None
 
 
 MOST_SIDES = 8

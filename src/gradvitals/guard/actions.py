@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from gradvitals.collect.recorder import StepInputs
+from gradvitals.collect.optimizer_state import StepInputs
 from gradvitals.distributed.shards import local
 from gradvitals.functional.clipping import adagc_factors, clip_factor, zclip_norm
 from gradvitals.guard.policy import LARGEST_NORM, Clip, Peak, Skip, StepBaseline

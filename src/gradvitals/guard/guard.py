@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from gradvitals import notices
-from gradvitals.collect.recorder import StepInputs
+from gradvitals.collect.optimizer_state import StepInputs
 from gradvitals.errors import ConfigError, GradvitalsError, RunError
 from gradvitals.guard.actions import (
     LAG,
