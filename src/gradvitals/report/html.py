@@ -15,7 +15,7 @@ from gradvitals.report.format import TITLE, capitalized, cut, duration, number, 
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
 from gradvitals.report.report import Checks, Report
 from gradvitals.report.series import Span, read_curves, read_heatmaps, span_of
-from gradvitals.report.summary import LARGE_SPIKE, Summary
+from gradvitals.report.summary import LARGE_SPIKE, Summary, step_batch
 from gradvitals.report.verdict import LABELS, OnStep, RankedFinding, Verdict
 from gradvitals.store.reader import Run
 from gradvitals.types import Action, Finding
@@ -83,7 +83,7 @@ def _sections(report: Report) -> Iterator[tuple[str, Part]]:
         curves = list(read_curves(run, span))
         numbered = enumerate(report.verdict.findings[:MAX_IN_FULL], 1)  # as in the list of findings
         marks = [Mark(str(at), f.first_step, f.last_step, f.severity, f.title, f"#f{at}") for at, f in numbered]
-        lanes = timeline(curves, span, marks=marks, actions=report.actions, batch_size=_batch_size(run))
+        lanes = timeline(curves, span, marks=marks, actions=report.actions, batch_size=step_batch(run))
         yield "The run, step by step", lanes if curves else None
         yield "Layers over steps", _heatmaps(run, span)
     if summary.layers:
@@ -188,15 +188,6 @@ def _gsnr_note(summary: Summary) -> Html | None:
     at = f" at batch size {number(size)}" if size is not None else ""
     caveat = f" Note: {summary.gsnr_caveat}." if summary.gsnr_caveat else ""
     return tag("p", f"GSNR from {summary.gsnr_source}{at}. A dashed line is at GSNR 1.{caveat}", class_="dim")
-
-
-def _batch_size(run: Run) -> float | None:
-    """Returns the samples per step that the loop reported."""
-    if "grad/norm" not in run.metrics("values"):
-        return None
-    _, sizes = run.batch_sizes("grad/norm")
-    known = sizes[~np.isnan(sizes)]
-    return float(known[-1]) if known.size else None
 
 
 def _layers(summary: Summary) -> Html:

@@ -13,7 +13,7 @@ from gradvitals.diagnose import RULES
 from gradvitals.report.catalog import name_of, passed_text
 from gradvitals.report.caveats import NOISE_RULES, adam_memory, layers_without_signal, negative_gsnr_in, silent_rules
 from gradvitals.report.format import plural
-from gradvitals.report.summary import Summary, knows_batch, summarize
+from gradvitals.report.summary import Summary, step_batch, summarize
 from gradvitals.report.verdict import (
     Diagnosed,
     OnStep,
@@ -262,7 +262,7 @@ def _why_missing(run: Run, needed: str) -> str:
             return MISSING_RANKS[metric]
         if kind == "heads" and run.layout.heads:
             return HEADS_UNREAD
-        if metric == "noise_scale" and knows_batch(run):
+        if metric == "noise_scale" and step_batch(run) is not None:
             return NO_PASSES
         reasons = (MISSING_FROM.get(part, "") for part in (*of, metric.partition("/")[0]))
         return next(filter(None, reasons), MISSING.get(metric, f"{metric} was not measured"))

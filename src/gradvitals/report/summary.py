@@ -192,10 +192,12 @@ def summarize(run: Run, *, whole_run: bool = True) -> Summary:
     )
 
 
-def knows_batch(run: Run) -> bool:
-    """Returns whether the loop reported how many samples a step has."""
+def step_batch(run: Run) -> float | None:
+    """Returns the samples per step that the loop reported last; None if it did not."""
     counted = metric_of_every_step(run)
-    return counted is not None and bool(np.isfinite(run.batch_sizes(counted)[1]).any())
+    sizes = np.empty(0) if counted is None else run.batch_sizes(counted)[1]
+    known = sizes[np.isfinite(sizes)]
+    return float(known[-1]) if known.size else None
 
 
 def _first_source(run: Run, metric: str, kind: Kind) -> str | None:
@@ -229,7 +231,7 @@ def _noise_scale(run: Run) -> NoiseScale:
         low=latest("noise_scale_low"),
         high=latest("noise_scale_high"),
         source=source,
-        batch_known=knows_batch(run),
+        batch_known=step_batch(run) is not None,
         identifiable=bool(np.isfinite(value)),
     )
 

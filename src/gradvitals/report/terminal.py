@@ -389,12 +389,7 @@ def vitals_table(summary: Summary) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True, min_width=8)
     table.add_column()
-    for row in _vitals(summary):
-        table.add_row(*row)
-    return table
 
-
-def _vitals(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
     def labeled(label: str, source: str | None) -> str:  # values of different sources are different quantities
         return label if source is None else f"{label} ({clean(source)})"
 
@@ -406,17 +401,17 @@ def _vitals(summary: Summary) -> Iterator[tuple[str, str, RenderableType]]:
                 values = np.where(np.isnan(values), np.inf, values)
             # A spike of the norm is the news, so it may flatten the rest; for other metrics the shape is.
             spark = Spark(values, robust=metric != "grad/norm")
-            yield labeled(label, trend.source), number(trend.latest), spark
+            table.add_row(labeled(label, trend.source), number(trend.latest), spark)
     scale = summary.noise_scale
+    value, remark = number(scale.value), "not identifiable from these readings"
     if not scale.measured:
         also = "" if scale.batch_known else ", and watch(..., batch_size=...)"
-        yield "noise scale", "-", f"needs two or more backward passes per step{also}"
-    elif not scale.identifiable:
-        yield labeled("noise scale", scale.source), "-", "not identifiable from these readings"
-    else:
+        remark = f"needs two or more backward passes per step{also}"
+    elif scale.identifiable:
         unknown = math.isnan(scale.low) and math.isnan(scale.high)
-        ends = "" if unknown else f" (95%: {number(scale.low)} to {number(scale.high)})"
-        yield labeled("noise scale", scale.source), number(scale.value), f"samples{ends}"
+        remark = "samples" + ("" if unknown else f" (95%: {number(scale.low)} to {number(scale.high)})")
+    table.add_row(labeled("noise scale", scale.source), value if scale.identifiable else "-", remark)
+    return table
 
 
 def layer_table(summary: Summary) -> RenderableType:
@@ -528,17 +523,13 @@ def render_list(lines: Sequence[RunLine], *, hidden: int = 0, width: int = 80) -
         age = "live" if line.state == "running" else ago(line.age)
         loss = "-" if line.loss is None else number(line.loss, missing="NaN")
         text = Text.assemble((label, style), clean(f": {line.short or line.text}" if line.text else ""))
-        table.add_row(Text(light, style), Text(_end(clean(line.path), longest)), f"{line.steps:,}", loss, age, text)
+        path = clean(line.path)
+        if len(path) > longest:  # shortened at its start: runs in one folder differ at the end
+            end = path[1 - longest :]
+            path = f"…{end[max(end.find('/'), 0) :]}"
+        table.add_row(Text(light, style), Text(path), f"{line.steps:,}", loss, age, text)
     more = [Text(f"and {hidden:,} more (-n 0 for all)", "dim")] if hidden else []
     return Group(table, *more)
-
-
-def _end(path: str, width: int) -> str:
-    """Shortens a path at its start: runs in one folder differ at the end."""
-    if len(path) <= width:
-        return path
-    end = path[1 - width :]
-    return f"…{end[max(end.find('/'), 0) :]}"
 
 
 # -- gradvitals advise ---------------------------------------------------------------------------------------------
