@@ -126,8 +126,7 @@ class ClipSaturated(_Clipping):
             seen=seen | {"max_norm": _two_digits(float(proposed))},
             text={"clipped": clipped},
             since=max(step.ago(len(norms)), 0),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 

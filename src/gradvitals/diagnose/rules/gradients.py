@@ -724,8 +724,7 @@ class Oscillation(Rule):
             },
             text={"what": what, "noise": noise},
             since=step.ago(self.lasted // self.EVERY - 1, self.EVERY) - self.EVERY + 1,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _seen(self, step: Step) -> dict[str, Any]:

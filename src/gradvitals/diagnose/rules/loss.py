@@ -366,8 +366,7 @@ class LossRising(Rule):
             seen={"loss": now, "best_step": best_step, **self.known},
             expected={"loss": best},
             since=int(self.known["at"]),
-            causes=(self.cause,),
-            fixes=(self.cause,),
+            key=self.cause,
         )
 
     def _explain(self, step: Step, now: float, best: float, best_step: int) -> None:
@@ -549,8 +548,7 @@ class LossPlateau(Rule):
             expected={"loss": start - self.LEARNED * size, "fell": f"over {self.LEARNED * size:.3g}"},
             text={"kind": kind},
             since=since,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _is_aligned(self, step: Step) -> bool:
@@ -575,8 +573,7 @@ class LossPlateau(Rule):
             expected={"fell": self.LATE * gained},
             text={"kind": f"has not fallen since step {since:,}"},
             since=since,
-            causes=("done",),
-            fixes=("done",),
+            key="done",
         )
 
     def _seen(self, step: Step, loss: float, fell: float) -> dict[str, Any]:
@@ -733,8 +730,7 @@ class StillFalling(Rule):
             seen=seen,
             expected={"fell": f"under {self.share * gained:.3g}"},
             since=max(step.number - count, 0),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 

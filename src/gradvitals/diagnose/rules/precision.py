@@ -111,6 +111,5 @@ class PrecisionUnderflow(Rule):
             expected={"rms": SMALLEST * self.NEAR, "smallest": SMALLEST},
             tensors=step.names(chosen[:20]),
             since=step.ago(int(self.low_for[worst]) - 1),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )

@@ -551,6 +551,5 @@ class RngMismatch(Rule):
             text={"who": _listed(ranks), "what": "samples" if samples else "random numbers"},
             rank=first if len(ranks) < len(code) else None,
             since=since,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )

@@ -88,8 +88,7 @@ class BadInputs(Rule):
             text={"what": "inputs" if inputs else "targets"},
             # If the loss broke before, a batch like this one was there then, between two inspections.
             since=step.number if self.broken_since < 0 else min(self.broken_since, step.number),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 
@@ -276,8 +275,7 @@ class LossMismatch(Rule):
             seen=seen,
             text=text,
             since=0,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _copies(self, step: Step) -> bool:
@@ -459,8 +457,7 @@ class UnscaledData(Rule):
             seen=seen | {"scale": max(inputs, 1.0)},
             text={"what": what, "how": how},
             since=0,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _is_harmful(self, inputs: float, targets: float, ratio: float) -> bool:
@@ -608,7 +605,7 @@ class LayerWiring(Rule):
         if values.get("body/time_first") == 1:
             what = "A recurrent layer runs over the samples of a batch instead of the time steps"
             text = {"what": what}
-            return Observation(severity="warning", seen={}, text=text, since=0, causes=("time",), fixes=("time",))
+            return Observation(severity="warning", seen={}, text=text, since=0, key="time")
         if not units >= self.FEWEST:
             return None
         return Observation(
@@ -616,8 +613,7 @@ class LayerWiring(Rule):
             seen={"units": int(units), "share": 1 / units},
             text={"what": "A softmax is used between layers"},
             since=0,
-            causes=("softmax",),
-            fixes=("softmax",),
+            key="softmax",
         )
 
 
@@ -767,7 +763,7 @@ class DataOrder(Rule):
 
     def _observe(self, cause: str, what: str, samples: float) -> Observation:
         seen = {"samples": int(samples) if math.isfinite(samples) else 32}
-        return Observation(severity="warning", seen=seen, text={"what": what}, since=0, causes=(cause,), fixes=(cause,))
+        return Observation(severity="warning", seen=seen, text={"what": what}, since=0, key=cause)
 
 
 @register
@@ -848,8 +844,7 @@ class LayerModes(Rule):
             seen=seen,
             text={"what": titles[cause]},
             since=self.since,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 

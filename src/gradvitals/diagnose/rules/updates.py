@@ -231,8 +231,7 @@ class DeadUnits(Rule):
             expected={"dead": f"under {self.share:g}"},
             tensors=step.names(chosen[:MAX_NAMED]),
             since=0 if cause == "start" else None,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 
@@ -336,8 +335,7 @@ class UnchangedWeights(Rule):
             seen=seen,
             tensors=() if everything else step.names(chosen[:MAX_NAMED]),
             since=step.ago(lasted - 1),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 
@@ -516,8 +514,7 @@ class UpdateRatio(Rule):
             text={"what": f"Updates are {share} of the weight norm in {where(names)} (healthy: {healthy})"},
             tensors=names,
             since=since,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _cut(self, step: Step, lr: float) -> Observation | None:
@@ -546,8 +543,7 @@ class UpdateRatio(Rule):
             expected={"ratio": f"over {percent(self.COLLAPSE)}"},
             text={"what": what},
             since=self.cut_at,
-            causes=("cut_lr",),
-            fixes=("cut_lr",),
+            key="cut_lr",
         )
 
 
