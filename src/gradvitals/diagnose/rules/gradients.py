@@ -367,6 +367,9 @@ class Explosion(Rule):
         if not self.blamed and (step.number > 4 or self.since >= 0 or self.eased):
             return None
         loss, whole, norm = step.value("loss"), step.value("weight/norm"), step.value("grad/norm")
+        if self._has_recovered(step):
+            self.blamed, self.eased = [], True
+            return None
         norms, weights = step.tensors("grad/norm"), step.tensors("weight/norm")
         if norms is None or weights is None or not (norm < math.inf and whole > 0):
             return None
@@ -411,15 +414,16 @@ class Explosion(Rule):
         return found
 
     def _unrecovered(self, step: Step) -> Observation | None:
-        """A run that started so recovers when it no longer is so, and its loss has fallen."""
+        """A run that started so recovers when its loss has fallen."""
         if not self.blamed or step.number % 5:
-            return None
-        losses = step.history["loss"].last(20)
-        if not len(losses) or float(np.median(losses)) < self.RECOVERED * self.first_loss:
-            self.blamed = [] if self.eased else self.blamed
             return None
         names, causes = tuple(self.names), tuple(self.blamed)
         return Observation(severity="warning", seen=self.seen, text=self.text, tensors=names, causes=causes)
+
+    def _has_recovered(self, step: Step) -> bool:
+        """Whether the loss has fallen since: a gradient that is large beside a small loss is no fault of the start."""
+        losses = step.history["loss"].last(20)
+        return bool(self.blamed) and len(losses) > 0 and float(np.median(losses)) < self.RECOVERED * self.first_loss
 
     @property
     def _was_pushed(self) -> bool:
@@ -439,9 +443,9 @@ class Explosion(Rule):
 
     def _severity(self, step: Step, seen: Observation) -> Severity:
         """A note while it is one batch that is harder than others; what it leaves behind is the damage."""
-        if "z" not in seen.seen:
-            return "warning"
         clipped = step.value("grad/norm") > step.value("clip/max_norm")
+        if "z" not in seen.seen:  # a loop that clips does not make steps longer than it wants
+            return "info" if clipped and self.blamed else "warning"
         if self.times < self.LASTS or self.last - self.since >= 2 * self.times or clipped:
             return "info"
         thrown = self.lr_rose or self._was_pushed  # what moved the weights too far came before

@@ -42,6 +42,10 @@ class LossNonfinite(Rule):
                 "Outputs explode: the loss was {last_loss} before, and predicting the mean gives {trivial}. Initial "
                 "weights are too large, a recurrence multiplies its input, or the learning rate is too high"
             ),
+            "thrown": (
+                "Training exploded: the step before changed the weights by {moved:%} of their norm, at a gradient norm "
+                "of {norm}"
+            ),
             "float16": (
                 "The model computes in float16, which overflows above 65,504 and rounds Adam's eps of 1e-8 to zero"
             ),
@@ -60,6 +64,7 @@ class LossNonfinite(Rule):
                 "Restore a checkpoint from before step {safe} and lower the learning rate from {lr} to {lr_proposed}"
             ),
             "exploded": "Start with torch's own initialization, and clip gradients to a norm of {max_norm}",
+            "thrown": "Clip gradients to a norm of {max_norm}, or lower the learning rate from {lr} to {lr_proposed}",
             "float16": "Keep weights and optimizer state in float32, and compute under torch.autocast",
             "log": "Clamp the probability before the log, or use the PyTorch loss that takes logits",
             "check_batch": (
@@ -72,18 +77,21 @@ class LossNonfinite(Rule):
             "float16": "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)",
             "log": "p = p.clamp(1e-6, 1 - 1e-6)  # or F.binary_cross_entropy_with_logits(logits, y)",
         },
-        only_if_chosen=("float16", "log", "exploded"),
+        only_if_chosen=("float16", "log", "exploded", "thrown"),
         passed="the loss was finite at every step",
     )
 
     DIVERGED = 10.0  # largest recent norm over its baseline for the run to have diverged
     EXPLODED = 1e3  # last loss over that of the trivial prediction
+    THROWN = 0.5  # share of the weight norm that the last step changed: it left nothing of what was there
 
     last_loss: float = field(default=math.nan, init=False)
     largest: float = field(default=0.0, init=False)
     """Largest recent norm over its baseline."""
     broken: int = field(default=-1, init=False)
     """The step that left weights that are not finite; -1 if none did."""
+    moved: float = field(default=0.0, init=False)
+    """How far the step before moved the weights, as a share of their norm; 0 if it was not read."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires at every loss that is not finite."""
@@ -96,6 +104,7 @@ class LossNonfinite(Rule):
         ratio = step.norm_deviation[0]
         if ratio == ratio:
             self.largest = max(ratio, 0.8 * self.largest)
+        self.moved = values.get("update/ratio", 0.0)
         # A step with a gradient that is not finite leaves weights that are not.
         if self.broken < 0 and (
             (values.get("grad/nonfinite", 0.0) > 0 and step.was_taken)
@@ -113,8 +122,11 @@ class LossNonfinite(Rule):
             cause = "float16"
         elif cause == "forward" and self.last_loss > self.EXPLODED * step.trivial_loss:
             cause = "exploded"
-        lr = step.value("lr")
-        seen = {"trivial": step.trivial_loss, "max_norm": 1.0} if cause == "exploded" else {}
+        elif cause == "forward" and self.moved > self.THROWN:
+            cause = "thrown"
+        lr, norms = step.value("lr"), step.history["grad/norm"].last(1)
+        seen = {"trivial": step.trivial_loss, "max_norm": 1.0} if cause in ("exploded", "thrown") else {}
+        seen |= {"moved": self.moved, "norm": float(norms[0])} if cause == "thrown" and len(norms) else {}
         seen |= {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
         seen |= {"ratio": self.largest, "lr": lr, "lr_proposed": lr / 3, "at": step.number}
         fixes = (cause,) if cause != "forward" else ("check_batch" if step.was_taken else "skipped",)
@@ -516,13 +528,15 @@ class LossPlateau(Rule):
         return self._observe(step, start, fell > 2 * error, int(begin))
 
     def conclude(self, step: Step) -> Observation | None:
-        """Fires if the run ends without being any better than a prediction that knows no inputs."""
+        """Fires if the run ends no better than a prediction that knows no inputs, or hardly and with short steps."""
         losses = step.history["loss"].last(max(step.number // 4, self.FIRST_STEPS // 2))
         if self.has_learned or step.number < self.sure or len(losses) < self.FIRST_STEPS // 2:
             return None
         fell, error = fall(losses)
         surely = float(losses.mean() - 2 * losses.std() / math.sqrt(len(losses)))
-        if not surely > self.USELESS * step.trivial_loss:
+        ratios = step.history["update/ratio"].last(5)
+        short = len(ratios) and float(np.median(ratios)) < self.TINY
+        if not surely > (1 - self.LEARNED if short else self.USELESS) * step.trivial_loss:
             return None
         return self._observe(step, step.trivial_loss, fell > 2 * error, step.ago(len(losses)))
 
@@ -542,6 +556,8 @@ class LossPlateau(Rule):
         kind = "is flat, barely below its start" if fallen else "has hardly fallen since the start"
         if start == step.trivial_loss and not fallen:
             kind = f"is no better than ignoring the inputs would give ({number(start)})"
+        elif start == step.trivial_loss:
+            kind = f"is hardly better than ignoring the inputs would give ({number(start)})"
         return Observation(
             severity="warning" if step.number >= self.sure else "info",
             seen=seen,
@@ -749,9 +765,10 @@ class Memorizing(Rule):
         name="Overfitting",
         pattern=(
             "The validation loss has risen by 20% or more from its lowest, while the training loss kept falling: a "
-            "note, or a warning once a quarter of what validation had gained is lost again."
+            "note, or a warning once a quarter of what validation had gained is lost again. Or it stands still at over "
+            "ten times the training loss, with a fifth of the first loss left: a warning."
         ),
-        title="The validation loss rose from {best} at step {at} to {val}, while the training loss fell to {loss}",
+        title="{what}, while the training loss fell to {loss}",
         causes={
             "memorizes": (
                 "The model memorizes the training data: validation was best at step {at}, and what it has learned "
@@ -770,6 +787,8 @@ class Memorizing(Rule):
     FEWEST = 4  # validations
     GAP = 1.5  # validation loss over training loss
     LOST = 0.25  # share of what validation had gained since the start of the run
+    APART = 10.0  # validation loss over training loss from which nearly all that was learned since is memorized
+    LEFT = 0.2  # share of the trivial loss, or of the first ones, that validation has left for that
 
     best: float = field(default=math.inf, init=False)
     best_step: int = field(default=0, init=False)
@@ -786,14 +805,20 @@ class Memorizing(Rule):
         train = float(np.median(losses))
         if val < self.best:
             self.best, self.best_step, self.train_then = val, step.number, train
-        rose = val > self.RISE * self.best and self.count >= self.FEWEST
-        if not (rose and train < 0.9 * self.train_then and val > self.GAP * train):
+        first = float(np.mean(step.first_losses))
+        rose = val > self.RISE * self.best and train < 0.9 * self.train_then and val > self.GAP * train
+        stands = train < val / self.APART and self.best > self.LEFT * min(first, step.trivial_loss)
+        # What is apart by so much at the best validation too has another reason: another loss, or other data.
+        stands &= step.number > 2 * self.best_step and self.train_then > 2 * train
+        if self.count < self.FEWEST or not (rose or stands):
             return None
+        how = f"rose from {number(self.best)} at step {self.best_step:,} to" if rose else "stands still at"
         seen = {"best": self.best, "at": self.best_step, "val": val, "loss": train}
-        gained = float(np.mean(step.first_losses)) - self.best
+        harms = stands or val - self.best > self.LOST * (first - self.best)
         return Observation(
-            severity="warning" if val - self.best > self.LOST * gained else "info",
+            severity="warning" if harms else "info",
             seen=seen | {"steps_proposed": self.best_step + 1},
             expected={"val": self.best},
+            text={"what": f"The validation loss {how} {number(val)}"},
             since=self.best_step,
         )

@@ -45,29 +45,41 @@ class BadInputs(Rule):
     closes_after = NEVER
     is_setup = True
     message = Message(
-        name="NaN in the data",
-        pattern="An inspected batch contains NaN or infinite inputs or targets.",
-        title="The {what} of the batch of step {at} contain {count} NaN or infinite values",
+        name="Broken inputs",
+        pattern=(
+            "An inspected batch contains NaN or infinite inputs or targets; or the inputs of all its samples are the "
+            "same, and their targets are not."
+        ),
+        title="{what}",
         causes={
             "column": (
                 "{columns} of {of} input columns are NaN or infinite in every sample: most likely a constant column "
                 "was divided by its standard deviation, which is zero"
             ),
-            "sample": "Some samples have NaN or infinite {what}: missing values, or a broken record",
+            "sample": "Some samples have NaN or infinite {part}: missing values, or a broken record",
+            "same": (
+                "All samples of a batch have the same input, so the output cannot depend on it: most likely numbers "
+                "between 0 and 1 were cast to integers and truncated to zero, or the inputs were overwritten"
+            ),
         },
         fixes={
             "column": "Clamp the standard deviation before dividing by it, or drop constant columns",
             "sample": "Remove or fill samples with NaN or infinite values before training",
+            "same": "Print a batch as the first layer receives it, and look for a cast such as .long() or // before it",
         },
         snippets={
             "column": "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)",
             "sample": "keep = torch.isfinite(x).flatten(1).all(1)\nx, y = x[keep], y[keep]",
         },
+        is_certain=True,
         passed="inputs and targets were finite in the batches inspected",
     )
 
+    BATCHES = 3  # inspected batches in a row whose samples are all the same
+
     broken_since: int = field(default=-1, init=False)
     """The first step whose loss or gradient was not finite."""
+    same: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
         """Fires at an inspected batch with values that are not finite."""
@@ -77,19 +89,32 @@ class BadInputs(Rule):
             self.broken_since = step.number
         inputs, targets = values.get("input/nonfinite", 0.0), values.get("target/nonfinite", 0.0)
         if not (inputs > 0 or targets > 0):
-            return None
+            return self._all_the_same(step)
         columns = int(values.get("input/nonfinite_columns", 0.0))
         cause = "column" if inputs and 0 < columns < values["input/columns"] else "sample"
         seen: dict[str, Any] = {"count": int(inputs or targets), "at": step.number, "columns": columns}
         seen["of"] = int(values.get("input/columns", 0.0))
+        part = "inputs" if inputs else "targets"
+        what = f"The {part} of the batch of step {step.number:,} contain {seen['count']:,} NaN or infinite values"
         return Observation(
             severity="critical",
             seen=seen,
-            text={"what": "inputs" if inputs else "targets"},
+            text={"what": what, "part": part},
             # If the loss broke before, a batch like this one was there then, between two inspections.
             since=step.number if self.broken_since < 0 else min(self.broken_since, step.number),
             key=cause,
         )
+
+    def _all_the_same(self, step: Step) -> Observation | None:
+        values = step.values
+        if "input/same" not in values:
+            return None
+        several = values.get("target/classes", 0.0) > 1 or values.get("target/std", 0.0) > 0
+        self.same = self.same + 1 if several and values["input/same"] == 1 and step.loss_should_fall else 0
+        if self.same < self.BATCHES:
+            return None
+        text = {"what": "All samples of a batch have the same input"}
+        return Observation(severity="warning", seen={"batches": self.same}, text=text, since=0, key="same")
 
 
 @register
@@ -117,6 +142,14 @@ class LossMismatch(Rule):
                 "gradients stay small"
             ),
             "double_sigmoid": "The model applies a sigmoid, and {loss} applies another one",
+            "batch_softmax": (
+                "The softmax is taken over dimension 0, the samples: they compete, and each prediction depends on what "
+                "else is in the batch"
+            ),
+            "bounded_logits": (
+                "The model ends in a {activation}, so logits stay between {low} and {high}, and the largest "
+                "probability that {loss} can get from them is far below 1"
+            ),
             "no_log": "{loss} expects log-probabilities, but gets {given}",
             "relu_output": (
                 "The model ends in a ReLU: outputs cannot be negative, and an output that is 0 for every sample never "
@@ -167,6 +200,8 @@ class LossMismatch(Rule):
             "one_unit": "Remove the softmax and use binary_cross_entropy_with_logits, which applies a sigmoid",
             "double_softmax": "Remove the softmax before {loss}, which expects logits",
             "double_sigmoid": "Remove the sigmoid before {loss}, which expects logits",
+            "batch_softmax": "Take the softmax over the classes, with dim=1",
+            "bounded_logits": "Remove the {activation} before {loss}, which expects logits",
             "no_log": "Use {instead} on the output of the last linear layer",
             "relu_output": "Remove the ReLU after the last layer{instead}",
             "bounded": "Remove the {activation} after the last layer, or scale the targets to [{low}, {high}]",
@@ -185,6 +220,8 @@ class LossMismatch(Rule):
             "one_unit": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
             "double_softmax": {"output": "none"},
             "double_sigmoid": {"output": "none"},
+            "batch_softmax": {"softmax_dim": 1},
+            "bounded_logits": {"output": "none"},
             "no_log": {"output": "log_softmax"},
             "relu_output": {"output": "none"},
             "bounded": {"output": "none"},
@@ -203,6 +240,7 @@ class LossMismatch(Rule):
             "one_unit": "loss = F.binary_cross_entropy_with_logits(logits, y)  # logits: before any softmax",
             "double_softmax": "loss = F.cross_entropy(logits, y)  # logits: before any softmax",
             "double_sigmoid": "loss = F.binary_cross_entropy_with_logits(logits, y)  # logits: before any sigmoid",
+            "batch_softmax": "p = torch.softmax(logits, dim=1)",
             "no_log": "{log_code}",
             "classes": "self.out = nn.Linear(self.out.in_features, {classes})\nloss = F.cross_entropy(logits, y)",
             "multi_label": "loss = F.binary_cross_entropy_with_logits(logits, y)",
@@ -296,12 +334,16 @@ class LossMismatch(Rule):
             return "negated"
         if values.get("head/scrambled") == 1:
             return "scrambled"
+        if values.get("head/batch_softmax") == 1 and values.get("head/products") != 1:
+            return "batch_softmax"
         if values.get("head/softmax_units") == 1:
             return "one_unit"
         if loss == "cross_entropy" and activation == "softmax":
             return "double_softmax"
         if loss == "bce_logits" and activation == "sigmoid":
             return "double_sigmoid"
+        if loss in ("cross_entropy", "bce_logits") and activation in ("sigmoid", "tanh"):
+            return "bounded_logits" if values.get("head/scaled") == 0 else ""
         if loss in ("nll", "kl") and values.get("head/logs") == 0 and activation in ("", "softmax", "sigmoid"):
             return "no_log"
         if activation == "relu" and (loss in ("cross_entropy", "bce_logits") or (known and self.low < -0.02 * span)):
@@ -330,6 +372,8 @@ class LossMismatch(Rule):
             "one_unit": "The model applies a softmax to a single output",
             "double_softmax": "The model applies a softmax before cross_entropy",
             "double_sigmoid": "The model applies a sigmoid before binary_cross_entropy_with_logits",
+            "batch_softmax": "The softmax of the outputs is taken over the samples of the batch",
+            "bounded_logits": f"The model applies a {activation} before {LOSS_NAMES.get(loss, 'the loss')}",
             "no_log": f"{LOSS_NAMES.get(loss, 'The loss')} gets outputs that are not log-probabilities",
             "relu_output": "The model ends in a ReLU",
             "bounded": f"The targets are outside the range of the output's {activation}",
@@ -567,14 +611,19 @@ class LayerWiring(Rule):
     message = Message(
         name="Layers wired wrongly",
         pattern=(
-            "A recurrent layer without batch_first=True takes the samples of a batch for time steps; or a linear layer "
-            "is fed the result of a softmax (a note, unless a symptom confirms it)."
+            "A recurrent layer without batch_first=True takes the samples of a batch for time steps; a softmax between "
+            "layers is taken over one element; or a linear layer is fed the result of a softmax (a note, unless a "
+            "symptom confirms it)."
         ),
         title="{what}",
         causes={
             "time": (
                 "The model reads time steps at dimension 1, but without batch_first=True a recurrent layer has time "
                 "at dimension 0: its state passes from sample to sample, and each sees one time step of its own"
+            ),
+            "single": (
+                "A softmax over a dimension of size 1 is always 1: attention with it has no effect, and the layers "
+                "that compute its scores get no gradient"
             ),
             "softmax": (
                 "A softmax as a hidden activation turns {units} outputs into shares of about {share} each: hardly any "
@@ -583,6 +632,7 @@ class LayerWiring(Rule):
         },
         fixes={
             "time": "Make the recurrent layer with batch_first=True",
+            "single": "Take the softmax over the dimension to choose from, such as the time steps: dim=1, not dim=-1",
             "softmax": "Replace the softmax between layers with nn.ReLU()",
         },
         changes={"time": {"batch_first": True}, "softmax": {"activation": "ReLU"}},
@@ -595,17 +645,24 @@ class LayerWiring(Rule):
     )
 
     FEWEST = 8  # units of a softmax that is no gate
+    BATCHES = 3  # inspected batches in a row with a softmax over one element: a sequence may have one step
+
+    single: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
         """Fires at an inspected batch."""
         values = step.values
         units = values.get("body/softmax_units", 0.0)
+        if "body/layers" in values:
+            self.single = self.single + 1 if values.get("body/single_softmax", 0.0) > 0 else 0
         if values.get("head/foreign") == 1:
             return None
         if values.get("body/time_first") == 1:
             what = "A recurrent layer runs over the samples of a batch instead of the time steps"
-            text = {"what": what}
-            return Observation(severity="warning", seen={}, text=text, since=0, key="time")
+            return Observation(severity="warning", seen={}, text={"what": what}, since=0, key="time")
+        if self.single >= self.BATCHES:
+            what = "A softmax between layers is taken over a single element"
+            return Observation(severity="warning", seen={}, text={"what": what}, since=0, key="single")
         if not units >= self.FEWEST:
             return None
         return Observation(
@@ -768,6 +825,75 @@ class DataOrder(Rule):
 
 @register
 @dataclass
+class OneClass(Rule):
+    """The model predicts the most frequent class for every sample."""
+
+    id = "one_class"
+    family = "setup"
+    needs = ("head/purity", "target/purity")
+    judges_after = 200
+    closes_after = 100
+    holds = True
+    expects_fall = True
+    follows = (
+        "data_order",
+        "loss_mismatch",
+        "bad_inputs",
+        "unscaled_data",
+        "lr_too_high",
+        "loss_plateau",
+        "dead_units",
+    )
+    message = Message(
+        name="One class predicted",
+        pattern=(
+            "For half of the run and over three readings or more, a classifier predicts the same class for every "
+            "sample, while 80% or more of the labels are of one class."
+        ),
+        title="The model predicts the same class for every sample, although {others:%} of the labels are of others",
+        causes={
+            "imbalanced": (
+                "The classes are imbalanced, {share:%} against {others:%}, and the loss does not weight them: always "
+                "predicting the majority class already makes few errors"
+            )
+        },
+        fixes={
+            "weight": "Weight the rare classes in the loss, with pos_weight or weight, or sample them more often",
+            "threshold": "If only probabilities matter, this is no fault: choose a threshold below 0.5 for decisions",
+        },
+        changes={"weight": {"loss_weight": "balanced"}},
+        snippets={"weight": "loss = F.binary_cross_entropy_with_logits(logits, y, pos_weight=negatives / positives)"},
+        passed="predictions differ between samples, or the classes are balanced",
+    )
+
+    READINGS = 3
+    PART = 0.5  # share of the run that these must span
+    MAJORITY = 0.8  # share of the majority class from which imbalance explains it
+
+    since: int = field(default=-1, init=False)
+    """The first inspected step since which all predictions were of one class; -1 if the last ones were not."""
+    shares: list[float] = field(default_factory=list, init=False)
+    """Share of the most frequent label in each batch since then."""
+
+    def check(self, step: Step) -> Observation | None:
+        """Fires at an inspected batch."""
+        said, share = step.value("head/purity"), step.value("target/purity")
+        if math.isnan(said) or math.isnan(share):
+            return None
+        if said < 1 or share == 0:
+            self.since, self.shares = -1, []
+            return None
+        self.since, self.shares = step.number if self.since < 0 else self.since, [*self.shares, share][-50:]
+        mean = float(np.mean(self.shares))
+        lasts = step.number >= self.judges_after and step.number - self.since >= self.PART * step.number
+        if not lasts or len(self.shares) < self.READINGS or not self.MAJORITY <= mean < 1:
+            return None
+        seen = {"share": mean, "others": 1 - mean, "batches": len(self.shares)}
+        return Observation(severity="warning", seen=seen, since=self.since)
+
+
+@register
+@dataclass
 class LayerModes(Rule):
     """Layers that act differently in training are set so that the model cannot learn."""
 
@@ -872,12 +998,17 @@ class LossUnreached(Rule):
                 "The loss has no graph: it was computed from detached values, such as argmax, round, .detach(), "
                 ".item() or NumPy. Setting requires_grad on the result does not bring the gradient back"
             ),
+            "cut": (
+                "This model's output was detached before the other model scored it: with .detach(), under no_grad(), "
+                "or computed in the other model's step. Its parameters never get a gradient"
+            ),
         },
         fixes={
             "make": "Create the optimizer from the parameters of the model that computes the loss",
             "detached": "Compute the loss from the model's raw outputs, with differentiable operations only",
+            "cut": "Detach the output only in the step of the other model, and let this one score it with its graph",
         },
-        only_if_chosen=("detached",),
+        only_if_chosen=("detached", "cut"),
         snippets={"make": "optimizer = type(optimizer)(model.parameters(), lr={lr})"},
         passed="the loss reaches the parameters that the optimizer updates",
     )
@@ -896,5 +1027,7 @@ class LossUnreached(Rule):
         if not missed or self.reached or self.missed < self.PATIENCE:
             return None
         seen = {"steps": self.missed, "lr": step.value("lr")}
-        cause, fix = ("detached", "detached") if value == -1 else ("copy", "make")
+        # In a GAN the loss goes through the other model, which has an optimizer: what it scores was cut off.
+        cause = "detached" if value == -1 else "cut" if step.alternating else "copy"
+        fix = "make" if cause == "copy" else cause
         return Observation(severity="critical", seen=seen, since=0, causes=(cause,), fixes=(fix,))

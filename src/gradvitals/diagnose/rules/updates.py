@@ -39,7 +39,7 @@ class DeadTensor(Rule):
     needs = ("tensors:grad/norm",)
     reads = "tensors"
     holds = True
-    follows = ("stale_gradients", "strong_decay", "lr_too_high", "dead_units")
+    follows = ("layer_wiring", "bad_inputs", "stale_gradients", "strong_decay", "lr_too_high", "dead_units")
     follows_if_later = True
     masks = ("vanishing",)
     message = Message(
@@ -245,7 +245,7 @@ class UnchangedWeights(Rule):
     needs = ("grad/norm", "update/rms")
     reads = "tensors"
     holds = True
-    follows = ("schedule_over",)
+    follows = ("schedule_over", "dead_units", "lr_too_high")  # units that are off get no gradient to move on
     message = Message(
         name="Weights do not move",
         pattern="Weights have a gradient but stay exactly the same over many steps.",
