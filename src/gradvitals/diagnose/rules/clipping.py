@@ -52,11 +52,11 @@ class _Clipping(Rule):
     needs = ("grad/norm", "clip/max_norm")
     closes_after = 100
 
-    EVERY = 20  # steps between checks
+    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     QUANTILE = 0.9  # share of the recent norms that the proposed limit leaves alone
 
     def check(self, step: Step) -> Observation | None:
-        """Compares the limit with the last norms, every 20 steps."""
+        """Compares the limit with the last norms, every ten steps."""
         if step.number % self.EVERY:
             return None
         limit = step.value("clip/max_norm")

@@ -506,6 +506,7 @@ class Vanishing(Rule):
     is_symptom = True
     needs = ("tensors:grad/norm",)
     judges_after = 30
+    holds = True
     follows = ("stale_gradients", "lr_too_high", "dead_units")
     masks = ("dead_tensor",)
     message = Message(
@@ -569,6 +570,8 @@ class Vanishing(Rule):
         lr = step.value("lr")
         limit = max(self.SCALE * self.highest, self.absolute, self.lr_factor / lr if lr > 0 else 0.0)
         gone, shares = norm < limit, self._shares(step)
+        if shares is None and not gone and step.tensors("grad/norm") is None:
+            return None  # only the norm of the whole was read
         weak = np.zeros(1, dtype=bool) if shares is None or gone else ~(shares >= self.SCALE)
         below = 0 if weak.all() else int(np.argmin(weak))  # layers from the input on that are weak, or frozen
         known = shares[: below or None] if shares is not None else np.zeros(0)

@@ -466,7 +466,7 @@ class LossPlateau(Rule):
         passed="the loss did not stand still",
     )
 
-    EVERY = 20  # steps between checks
+    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FIRST_STEPS = 80  # steps that a run has to start learning
     FLAT = 0.02  # share of the first loss that it fell by less than, over the last 60% of the steps so far
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
@@ -489,7 +489,7 @@ class LossPlateau(Rule):
     """Whether the loss stood still when it was surely late."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fits a line through the losses, every 20 steps."""
+        """Fits a line through the losses, every ten steps."""
         values = step.values
         if step.number > 0 == step.history.steps_seen:
             self.has_learned = True  # resumed without a history: its start is unknown
@@ -629,7 +629,7 @@ class LossUnbounded(Rule):
         passed="the loss has a lower bound",
     )
 
-    EVERY = 20  # steps between checks
+    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FEWEST = 80  # losses
     FAR = 20.0  # how far below zero, in units of the first losses
     FASTER = 1.5  # fall of the last half of the losses over that of the half before
@@ -638,7 +638,7 @@ class LossUnbounded(Rule):
     found: bool = field(default=False, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Compares the halves of the run, every 20 steps."""
+        """Compares the halves of the run, every ten steps."""
         losses, norms = step.history["loss"], step.history["grad/norm"]
         if step.number % self.EVERY or len(losses) < self.FEWEST or not len(norms):
             return None
