@@ -847,8 +847,8 @@ class OneClass(Rule):
     message = Message(
         name="One class predicted",
         pattern=(
-            "For half of the run and over three readings or more, a classifier predicts the same class for every "
-            "sample, while 80% or more of the labels are of one class."
+            "For half of the run, a classifier predicts the same class for every sample of the batches inspected, "
+            "while 80% or more of the labels are of one class."
         ),
         title="The model predicts the same class for every sample, although {others:%} of the labels are of others",
         causes={
@@ -866,14 +866,16 @@ class OneClass(Rule):
         passed="predictions differ between samples, or the classes are balanced",
     )
 
-    READINGS = 3
-    PART = 0.5  # share of the run that these must span
+    MISSED = 5  # samples of other classes, at least, all of them taken for the majority
+    PART = 0.5  # share of the run over which that must last
     MAJORITY = 0.8  # share of the majority class from which imbalance explains it
 
     since: int = field(default=-1, init=False)
     """The first inspected step since which all predictions were of one class; -1 if the last ones were not."""
     shares: list[float] = field(default_factory=list, init=False)
     """Share of the most frequent label in each batch since then."""
+    missed: float = field(default=0.0, init=False)
+    """Samples of other classes since then."""
 
     def check(self, step: Step) -> Observation | None:
         """Fires at an inspected batch."""
@@ -881,12 +883,17 @@ class OneClass(Rule):
         if math.isnan(said) or math.isnan(share):
             return None
         if said < 1 or share == 0:
-            self.since, self.shares = -1, []
+            self.since, self.shares, self.missed = -1, [], 0.0
             return None
         self.since, self.shares = step.number if self.since < 0 else self.since, [*self.shares, share][-50:]
-        mean = float(np.mean(self.shares))
+        self.missed += (1 - share) * step.fact("head/samples")
+        return self.conclude(step)
+
+    def conclude(self, step: Step) -> Observation | None:
+        """Fires if it has lasted for half of the run."""
+        mean = float(np.mean(self.shares or [math.nan]))
         lasts = step.number >= self.judges_after and step.number - self.since >= self.PART * step.number
-        if not lasts or len(self.shares) < self.READINGS or not self.MAJORITY <= mean < 1:
+        if self.since < 0 or not lasts or self.missed < self.MISSED or not self.MAJORITY <= mean < 1:
             return None
         seen = {"share": mean, "others": 1 - mean, "batches": len(self.shares)}
         return Observation(severity="warning", seen=seen, since=self.since)
