@@ -80,7 +80,7 @@ class BatchTooLarge(Rule):
     """The first reading at which it was too large; -1 if it is not."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires once it has lasted. The batch over the noise scale is the GSNR at that batch."""
+        # The batch over the noise scale is the GSNR at that batch.
         average = step.average
         if average is None or average.count < self.READINGS or math.isnan(average.step_size):
             return None
@@ -164,7 +164,6 @@ class BatchTooSmall(Rule):
     """The reading since which it is too small; -1 if it is not."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if two averages that share no reading agree, or at every tenth step for a tiny batch."""
         size = step.general.batch_size
         if size is None:
             return None
@@ -249,7 +248,6 @@ class EstimatorUnreliable(Rule):
     streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if three averages that share no reading are all so wide."""
         average = step.average
         if average is None or math.isnan(average.high):
             return None
@@ -314,7 +312,6 @@ class MixedPasses(Rule):
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while the GSNR between them, which is negative only by chance, stays negative."""
         reading = step.reading("microbatch") or step.reading("ranks")
         if reading is None or step.samples is not None or not step.history.passes.mixed:
             return None
@@ -362,7 +359,6 @@ class FewParts(Rule):
     since: int = field(default=-1, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if steps that are scaled have so few; counting them takes the batch size."""
         reading, factor = step.reading("microbatch") or step.reading("ranks"), step.value("vrgd/mean")
         size = None if reading is None else reading.batch_size
         if not size or step.general.batch_size is None or math.isnan(factor):
@@ -416,7 +412,6 @@ class IdenticalMicrobatches(Rule):
     since: int = field(default=-1, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if micro-batches have no noise between them at all."""
         reading = step.reading("microbatch")
         if reading is None:
             return None

@@ -56,7 +56,6 @@ class _Clipping(Rule):
     QUANTILE = 0.9  # share of the recent norms that the proposed limit leaves alone
 
     def check(self, step: Step) -> Observation | None:
-        """Compares the limit with the last norms, every ten steps."""
         if step.number % self.EVERY:
             return None
         limit = step.value("clip/max_norm")

@@ -99,7 +99,6 @@ class Nonfinite(Rule):
     """The one rank that had it before gradients were reduced, if known."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every step with a gradient that is not finite."""
         if not step.value("grad/nonfinite") > 0:
             self.bad_for = 0
             return None
@@ -279,7 +278,6 @@ class Explosion(Rule):
     """The same when it was lowest."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every step whose gradient is too large, and adds the cause once the next steps have shown it."""
         seen = self._spike(step) or self._grown(step) or self._from_start(step) or self._unrecovered(step)
         if seen is None:
             return self._afterwards(step)
@@ -561,7 +559,6 @@ class Vanishing(Rule):
         self._layout: Layout | None = None
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while the gradient is next to nothing for many steps."""
         norm, baseline = step.value("grad/norm"), step.history.norm
         if len(baseline.count) and baseline.count.item(0) >= 5:
             self.highest = max(self.highest, float(np.exp(baseline.level.item(0))))
@@ -686,7 +683,6 @@ class Oscillation(Rule):
     lasted: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires every ten steps while it lasts."""
         if step.number % self.EVERY:
             return None
         losses, norms = step.history["loss"].last(self.WINDOW), step.history["grad/norm"].last(self.WINDOW)
@@ -812,7 +808,6 @@ class UnstableNorm(Rule):
     high_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while a tensor's norm varies so much."""
         norms = step.tensors("grad/norm")
         if norms is None:
             return None

@@ -52,7 +52,6 @@ class StaleGradients(Rule):
     seen_for: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while backward adds to what the previous step left."""
         if step.values.get("grad/carried") != 1:
             self.seen_for = 0
             return None
@@ -122,7 +121,6 @@ class BatchesGivenUp(Rule):
     reported: bool = field(default=True, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at a step before which batches were skipped."""
         if self.begun < 0:
             self.begun = step.number
         given_up = step.values.get("batches/given_up", 0.0)
@@ -189,7 +187,6 @@ class TrainedInTurn(Rule):
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while it does."""
         return Observation(severity="info", seen={"loss": step.value("loss")}, since=0) if step.alternating else None
 
 
@@ -229,7 +226,6 @@ class FrozenWeights(Rule):
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while there are any."""
         if not step.frozen:
             return None
         seen = {"frozen": len(step.frozen), "tensors": len(step.layout.tensors)}

@@ -94,7 +94,6 @@ class LossNonfinite(Rule):
     """How far the step before moved the weights, as a share of their norm; 0 if it was not read."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every loss that is not finite."""
         values = step.values
         loss = values.get("loss")
         if loss is not None and not math.isfinite(loss):
@@ -184,7 +183,6 @@ class LossSpike(Rule):
     """Of the exponential of the loss in units of the first ones (a Baseline takes logarithms), and of the loss."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every loss that is an outlier in this run."""
         loss = step.value("loss")
         if not math.isfinite(loss):
             return None
@@ -295,7 +293,6 @@ class LossRising(Rule):
     """What was known when it started."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while the mean of the last losses is far above the lowest such mean."""
         loss = step.value("loss")
         if not math.isfinite(loss):
             return None
@@ -489,7 +486,6 @@ class LossPlateau(Rule):
     """Whether the loss stood still when it was surely late."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fits a line through the losses, every ten steps."""
         values = step.values
         if step.number > 0 == step.history.steps_seen:
             self.has_learned = True  # resumed without a history: its start is unknown
@@ -528,7 +524,6 @@ class LossPlateau(Rule):
         return self._observe(step, start, fell > 2 * error, int(begin))
 
     def conclude(self, step: Step) -> Observation | None:
-        """Fires if the run ends no better than a prediction that knows no inputs, or hardly and with short steps."""
         losses = step.history["loss"].last(max(step.number // 4, self.FIRST_STEPS // 2))
         if self.has_learned or step.number < self.sure or len(losses) < self.FIRST_STEPS // 2:
             return None
@@ -638,7 +633,6 @@ class LossUnbounded(Rule):
     found: bool = field(default=False, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Compares the halves of the run, every ten steps."""
         losses, norms = step.history["loss"], step.history["grad/norm"]
         if step.number % self.EVERY or len(losses) < self.FEWEST or not len(norms):
             return None
@@ -715,11 +709,9 @@ class StillFalling(Rule):
     """Share of the whole fall that the last half of the steps must have brought."""
 
     def check(self, step: Step) -> Observation | None:
-        """Nothing can be said before the end."""
         return None
 
     def conclude(self, step: Step) -> Observation | None:
-        """Fires if the last losses still fall as those before."""
         if not math.isfinite(step.values.get("loss", 0.0)):
             return None  # the run was lost: its last finite losses are not those it ended with
         losses = step.losses_since(0)
@@ -796,7 +788,6 @@ class Memorizing(Rule):
     count: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at a validation."""
         val = step.values.get("val/loss")
         losses = step.history["loss"].last(20)
         if val is None or not math.isfinite(val) or not len(losses):

@@ -233,7 +233,6 @@ class HighDispersion(Rule):
     """The rank that was farthest from the others at all of these audits; -1 if it was not always the same."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if one rank stays far from the others, or all of them from each other."""
         value = _ranks_value(step, "ranks/norm_dispersion")
         if math.isnan(value):
             return None
@@ -368,7 +367,6 @@ class LowDispersion(Rule):
     twins_since: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if ranks that should differ by their samples do not."""
         same = self._all_the_same(step)
         return self._doubles(step) or same
 
@@ -459,7 +457,6 @@ class ReplicaMismatch(Rule):
     """The last audit at which all copies were equal."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at the first audit that finds a difference."""
         count = _ranks_value(step, "ranks/checksum_mismatch")
         if not count > 0:
             self.last_equal = step.number if count == 0 else self.last_equal
@@ -530,7 +527,6 @@ class RngMismatch(Rule):
     out_since: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if the same rank stays out of step."""
         code = _of_ranks(step, "ranks/out_of_step")
         if code is None:
             return None

@@ -82,7 +82,6 @@ class BadInputs(Rule):
     same: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch with values that are not finite."""
         values = step.values
         loss = values.get("loss", 0.0)
         if self.broken_since < 0 and (values.get("grad/nonfinite", 0.0) > 0 or not math.isfinite(loss)):
@@ -269,7 +268,6 @@ class LossMismatch(Rule):
     """Batches whose labels were their inputs, if all were."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch, or when the model has learned to copy."""
         values = step.values
         self.low = min(self.low, values.get("target/min", math.inf))
         self.high = max(self.high, values.get("target/max", -math.inf))
@@ -467,7 +465,6 @@ class UnscaledData(Rule):
     batches: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at the third inspected batch."""
         values = step.values
         if not ("input/std" in values or "target/std" in values) or self.batches > self.ENOUGH:
             return None
@@ -543,7 +540,6 @@ class BadStart(Rule):
     batches: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at the third inspected batch."""
         if "target/trivial_loss" not in step.values or self.batches > 3:
             return None
         self.batches += 1
@@ -587,7 +583,6 @@ class NoNonlinearity(Rule):
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         values = step.values
         layers = values.get("body/layers", 0.0)
         if layers < 2 or values.get("body/nonlinear", 1.0) > 0 or values.get("head/foreign") == 1:
@@ -650,7 +645,6 @@ class LayerWiring(Rule):
     single: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         values = step.values
         units = values.get("body/softmax_units", 0.0)
         if "body/layers" in values:
@@ -706,7 +700,6 @@ class HiddenLayers(Rule):
     lasted: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         hidden = step.values.get("body/hidden")
         if hidden is None:
             return None
@@ -744,7 +737,6 @@ class EqualUnits(Rule):
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at the first inspected batch."""
         layers = step.values.get("body/equal_units", 0.0)
         return Observation(severity="warning", seen={"layers": int(layers)}, since=0) if layers else None
 
@@ -797,7 +789,6 @@ class DataOrder(Rule):
     """Classes that filled a batch."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         values = step.values
         samples = step.fact("head/samples")
         if "input/checksum" in values:
@@ -878,7 +869,6 @@ class OneClass(Rule):
     """Samples of other classes since then."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         said, share = step.value("head/purity"), step.value("target/purity")
         if math.isnan(said) or math.isnan(share):
             return None
@@ -890,7 +880,6 @@ class OneClass(Rule):
         return self.conclude(step)
 
     def conclude(self, step: Step) -> Observation | None:
-        """Fires if it has lasted for half of the run."""
         mean = float(np.mean(self.shares or [math.nan]))
         lasts = step.number >= self.judges_after and step.number - self.since >= self.PART * step.number
         if self.since < 0 or not lasts or self.missed < self.MISSED or not self.MAJORITY <= mean < 1:
@@ -951,7 +940,6 @@ class LayerModes(Rule):
     """The first inspected step of those."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         values = step.values
         if "mode/dropout" not in values:
             return None
@@ -1026,7 +1014,6 @@ class LossUnreached(Rule):
     reached: bool = field(default=False, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires after several inspected steps that reached nothing."""
         value = step.values.get("head/reached")
         self.reached |= value == 1
         missed = value in (0, -1)

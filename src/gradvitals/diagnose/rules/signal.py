@@ -79,7 +79,6 @@ class NearZeroInitialGsnr(Rule):
     seen_for: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings whose GSNR is close to 0, while the loss does not fall."""
         average, losses = step.average, step.history["loss"].values
         if step.number > self.WITHIN or average is None or not step.history.averages.same_weights or len(losses) < 10:
             return None
@@ -157,7 +156,6 @@ class DeepLayerCollapse(Rule):
     """Step of the first of the readings in a row that show it; -1 if the last one did not."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if readings that share no sample all show it."""
         average, reading = step.average, step.samples
         if average is None or reading is None or not reading.layers.keys() >= set(INTERVAL):
             return None
@@ -266,7 +264,6 @@ class SuddenGsnrDrop(Rule):
     streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if an average is far below the one before it that shares no reading with it."""
         now, averages = step.average, step.history.averages
         before = None if now is None else averages.before(now.begins)
         if now is None or before is None or min(now.count, before.count) < self.READINGS:
@@ -339,7 +336,6 @@ class SparseFeatureNoise(Rule):
     low_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while a head stays far below the others of its layer."""
         reading = step.samples
         if reading is None or not reading.heads.keys() >= set(INTERVAL):
             return None
@@ -428,7 +424,6 @@ class HighEffortLowProgress(Rule):
     streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings that show all three."""
         average = step.average
         if average is None:
             return None
@@ -510,7 +505,6 @@ class NoisyGradients(Rule):
     """Share of coordinates below 1, as last counted."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if the median is below, by the interval of the whole or the count of coordinates."""
         moments = step.adam
         if moments is not None and "gsnr/below_one_fraction" in moments.tensors:
             below = np.asarray(moments.tensors["gsnr/below_one_fraction"])

@@ -90,7 +90,6 @@ class DeadTensor(Rule):
     """Whether it had none at all when last looked at, rather than zero."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while a tensor has no gradient."""
         norms = step.tensors("grad/norm")
         if norms is None or not step.value("grad/norm") > 0:
             return None
@@ -111,7 +110,6 @@ class DeadTensor(Rule):
         return self._observe(step, dead, bool(missing[dead].all()))
 
     def conclude(self, step: Step) -> Observation | None:
-        """Fires if a tensor never had a gradient: when the run ends, it is nobody's turn any more."""
         never = np.flatnonzero((self.zero_for >= self.patience) & (self.alive == 0))
         return self._observe(step, never, bool(self.absent[never].all()), certain=True) if len(never) else None
 
@@ -201,7 +199,6 @@ class DeadUnits(Rule):
     """Step of the first of them."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at a reading of activations."""
         shares = step.tensors("activation/dead_fraction")
         if shares is None or step.fact("head/samples") < self.FEWEST:
             return None
@@ -292,7 +289,6 @@ class UnchangedWeights(Rule):
     """The highest level of the global norm: a run that has fitted everything has nothing left to move its weights."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while weights with a gradient stay the same."""
         rms, norms = step.tensors("update/rms"), step.tensors("grad/norm")
         if rms is None or norms is None or not step.was_taken:
             return None
@@ -413,7 +409,6 @@ class UpdateRatio(Rule):
     """Largest gradient norm so far."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings of weights while the ratio is unhealthy, and at any step if the learning rate is cut."""
         values = step.values
         lr, norm = values.get("lr", math.nan), values.get("grad/norm", math.nan)
         if step.number > 0 == step.history.steps_seen:
@@ -577,7 +572,6 @@ class StrongDecay(Rule):
     """What decay adds to the first gradient, over that gradient; NaN if it is not added to gradients."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings of the weights."""
         weight, decay, lr = step.value("weight/norm"), step.info.weight_decay or 0.0, step.value("lr")
         if math.isnan(self.first):
             self.first = weight
@@ -651,7 +645,6 @@ class UpdateSpike(Rule):
     """Highest baseline so far, as in `History.updates`: a step as long as those before is none too long."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every step that moves the weights too far."""
         lr, highest = step.value("lr"), self.highest_lr
         if step.norm_deviation[1] > 2 * self.GRADIENT_Z:
             self.exploded = step.number
