@@ -124,10 +124,7 @@ class BatchTooSmall(Rule):
     follows = ("stale_gradients",)
     message = Message(
         name="Batch too small",
-        pattern=(
-            "The lower end of the noise scale is at least ten times the batch, or a batch of a few samples makes the "
-            "loss swing."
-        ),
+        pattern="The lower end of the noise scale is ten times the batch or more, or few samples make the loss swing.",
         title="A batch of {batch_size} is small for this run: {grounds}",
         causes={
             "noise": "The few samples of a batch disagree, so the direction of a step depends on which samples it gets",
@@ -225,10 +222,7 @@ class EstimatorUnreliable(Rule):
         pattern="The interval of the GSNR spans more than a factor of ten, or includes 0, even after many readings.",
         title="The GSNR is uncertain: between {low} and {high} at a batch of {batch_size}, after {readings} readings",
         causes={
-            "few": (
-                "It compares only {count} micro-batches; with fewer than 6, the ratio of a single coordinate has no "
-                "finite variance"
-            ),
+            "few": "It compares only {count} micro-batches; under 6, the ratio of a coordinate has no finite variance",
             "weak": "The signal is weak compared with the noise, so it takes many samples to measure",
         },
         fixes={
@@ -337,10 +331,7 @@ class FewParts(Rule):
     message = Message(
         name="Too few micro-batches for VRGD",
         pattern="A variance-reduced optimizer scales gradients by the agreement of fewer than six micro-batches.",
-        title=(
-            "VRGD scales gradients by the agreement of only {count} micro-batches, too few to separate signal from "
-            "noise"
-        ),
+        title="VRGD scales gradients by the agreement of only {count} micro-batches, too few to tell signal from noise",
         causes={
             "few": "A step has {count} backward passes, so the ratio scatters widely and a few elements dominate",
         },
@@ -388,18 +379,12 @@ class IdenticalMicrobatches(Rule):
         pattern="The micro-batches of a step have no noise between them: each holds the same samples.",
         title="All {count} micro-batches of a step give the same gradient",
         causes={
-            "same_data": (
-                "The loop reuses the same samples for every micro-batch: it calls the loader once per step, not once "
-                "per micro-batch"
-            ),
+            "same_data": "Every micro-batch has the same samples: the loop calls the loader once per step",
             "seed": "Each micro-batch is drawn with the same seed or from the same position",
             "one_batch": "The data is a single batch, as in an overfitting test",
         },
         fixes={
-            "next": (
-                "Fetch a new batch for each of the {count} micro-batches; now {step_size} samples per step are worth "
-                "only {batch_size}"
-            ),
+            "next": "Fetch a batch for each micro-batch: {step_size} samples per step are worth only {batch_size}",
             "shuffle": "Check that the loader shuffles, and that its workers have different seeds",
         },
         passed="micro-batches differ",

@@ -48,10 +48,7 @@ class Nonfinite(Rule):
                 "although the loss itself is {loss}"
             ),
             "earlier": "{unread} not read and may have left NaN or infinite weights",
-            "batch": (
-                "No gradient is finite{known_loss}: backward fails at the loss itself, or the batch holds NaN or "
-                "infinite values"
-            ),
+            "batch": "No gradient is finite{known_loss}: backward fails at the loss itself, or the batch is not finite",
         },
         fixes={
             "scaler": "No action needed at step {at}, unless this continues for many steps",
@@ -521,10 +518,7 @@ class Vanishing(Rule):
             "precision": "Gradients are too small for float16 and become zero: see precision_underflow",
         },
         fixes={
-            "depth": (
-                "In the layers up to {layer}, use ReLU or GELU instead of sigmoid, add residual paths, or normalize "
-                "each layer"
-            ),
+            "depth": "Up to {layer}, use ReLU or GELU instead of sigmoid, residual paths, or normalized layers",
             "off": (
                 "Look for dead ReLUs (off for every input) in the layers up to {layer}, and start with smaller weights"
             ),
@@ -654,10 +648,7 @@ class Oscillation(Rule):
         ),
         title="{what}",
         causes={
-            "edge_of_stability": (
-                "The learning rate of {lr} is at the edge of stability: each step overshoots and the next one reverses "
-                "it"
-            ),
+            "edge_of_stability": "The learning rate of {lr} is at the edge of stability: steps reverse the one before",
             "batch_too_small": (
                 "The batch of {batch} is small compared with {noise}, so every gradient points in a different direction"
             ),

@@ -42,18 +42,12 @@ class LossNonfinite(Rule):
                 "Outputs explode: the loss was {last_loss} before, and predicting the mean gives {trivial}. Initial "
                 "weights are too large, a recurrence multiplies its input, or the learning rate is too high"
             ),
-            "thrown": (
-                "Training exploded: the step before changed the weights by {moved:%} of their norm, at a gradient norm "
-                "of {norm}"
-            ),
+            "thrown": "The gradient exploded to a norm of {norm}: the last step changed the weights by {moved:%}",
             "float16": (
                 "The model computes in float16, which overflows above 65,504 and rounds Adam's eps of 1e-8 to zero"
             ),
             "log": "The loss takes the log of a probability that reached 0, and the log of zero is infinite",
-            "forward": (
-                "The batch holds NaN or infinite values, or the forward pass divides by zero, takes the log of zero, "
-                "or overflows"
-            ),
+            "forward": "The batch holds NaN or Inf, or the forward pass divides by 0, takes the log of 0, or overflows",
         },
         fixes={
             "weights": "Restore a checkpoint from before step {broken}",
@@ -149,10 +143,7 @@ class LossSpike(Rule):
     taints_steps = True
     message = Message(
         name="Loss spike",
-        pattern=(
-            "One loss is far above the previous ones, compared with the spread of this run's losses and of their "
-            "logarithms."
-        ),
+        pattern="One loss is far above the previous ones, by the spread of this run's losses and of their logarithms.",
         title="The loss jumped to {loss} at step {at} (normally {expected_loss})",
         causes={
             "update": "Step {pushed} moved the weights {moved}× as far as normal: momentum or the learning rate",
@@ -247,10 +238,7 @@ class LossRising(Rule):
             "lr": "Restore a checkpoint from before step {at} and set the learning rate back to {lr_before}",
             "batch": "Restore a checkpoint from before step {spiked}, skip its batch, and clip gradients",
             "update": "Restore a checkpoint from before step {pushed} and reset the optimizer state",
-            "high_lr": (
-                "Restore a checkpoint from about step {best_step} and lower the learning rate from {lr} to "
-                "{lr_proposed}"
-            ),
+            "high_lr": "Go back to step {best_step} and lower the learning rate from {lr} to {lr_proposed}",
             "momentum": "Start again and lower momentum from {momentum} to {momentum_proposed}",
             "stale": ("Call optimizer.zero_grad() once per step, and restore a checkpoint from about step {best_step}"),
         },
@@ -442,10 +430,7 @@ class LossPlateau(Rule):
         ),
         title="The loss {kind}: {loss} after {steps} steps",
         causes={
-            "small_lr": (
-                "The learning rate of {lr} is too low: a step changes the weights by {ratio:%} of their norm, and the "
-                "loss hardly moves"
-            ),
+            "small_lr": "The learning rate of {lr} is too low: each step changes the weights by only {ratio:%}",
             "no_signal": "Inputs and targets may not match: shuffled labels, wrong targets, or identical inputs",
             "large_lr": "The learning rate of {lr} may be too high: each step undoes the one before",
             "initialization": "The initial weights may be too small or too large for a signal to pass",
@@ -610,12 +595,7 @@ class LossUnbounded(Rule):
         name="Loss without a lower bound",
         pattern="The loss is negative, 20 times as far from zero as at the start, and falls ever faster.",
         title="The loss falls without bound and ever faster: from {first_loss} to {loss} after {steps} steps",
-        causes={
-            "sign": (
-                "The loss has no lower bound: its sign is wrong, so training makes the error larger, or one of its "
-                "terms grows without limit"
-            )
-        },
+        causes={"sign": "The loss has no lower bound: its sign is wrong, or one of its terms grows without limit"},
         fixes={
             "sign": (
                 "Check the sign of every term of the loss; a term that pushes apart needs a limit, such as a margin"

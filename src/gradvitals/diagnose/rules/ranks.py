@@ -204,10 +204,7 @@ class HighDispersion(Rule):
             "sizes": "Ranks have batches of different sizes, or some are padded",
         },
         fixes={
-            "rank": (
-                "Look at the data and the loss of rank {rank} at step {since}; if both look normal, run a hardware "
-                "test on its node"
-            ),
+            "rank": "Look at the data and loss of rank {rank} at step {since}; if they are normal, test its hardware",
             "compare": (
                 "Compare the local gradient norms of step {since}, rank by rank, and look at the data of the largest"
             ),
@@ -324,16 +321,10 @@ class LowDispersion(Rule):
     closes_after = 500
     message = Message(
         name="Ranks with the same data",
-        pattern=(
-            "Ranks have the same samples or the same gradient, or all gradient norms are the same, which only the same "
-            "data gives."
-        ),
+        pattern="Ranks have the same samples or gradients, or equal gradient norms, which only the same data gives.",
         title="{who} have the same data: {how}",
         causes={
-            "pair": (
-                "Rank {rank} reads the shard of rank {twin}: its sampler or loader has the wrong rank or the wrong "
-                "number of ranks"
-            ),
+            "pair": "Rank {rank} reads the shard of rank {twin}: its loader has the wrong rank or number of ranks",
             "sampler": "Every rank reads the same samples: no DistributedSampler, or one that does not know its rank",
             "seed": "Every rank shuffles with the same seed and reads from the start",
             "after": "Norms were compared after gradients were averaged, so they are equal by design",
@@ -345,10 +336,7 @@ class LowDispersion(Rule):
             "sampler": (
                 "Give each of the {world_size} ranks its own shard: DistributedSampler, or a loader seeded by rank"
             ),
-            "check": (
-                "Print the sample indices of one batch on two ranks; GSNR and noise scale between ranks are "
-                "meaningless until they differ"
-            ),
+            "check": "Print a batch's sample indices on two ranks: until they differ, GSNR means nothing",
         },
         passed="each rank has its own data",
     )

@@ -150,10 +150,7 @@ class LossMismatch(Rule):
                 "probability that {loss} can get from them is far below 1"
             ),
             "no_log": "{loss} expects log-probabilities, but gets {given}",
-            "relu_output": (
-                "The model ends in a ReLU: outputs cannot be negative, and an output that is 0 for every sample never "
-                "learns"
-            ),
+            "relu_output": "The model ends in a ReLU: outputs cannot be negative, and one that is 0 never learns",
             "bounded": (
                 "The model ends in a {activation}, which stays between {low} and {high}, but targets range from "
                 "{target_min} to {target_max}: the output cannot reach them"
@@ -166,10 +163,7 @@ class LossMismatch(Rule):
                 "A softmax makes the outputs compete and sum to 1, but samples have {row_sum} positive labels on "
                 "average: the labels are independent"
             ),
-            "raw_log": (
-                "The loss takes the log of the model's raw output, which is not a probability: there is no sigmoid or "
-                "softmax before it"
-            ),
+            "raw_log": "The loss takes the log of the model's raw output, without a sigmoid or softmax before it",
             "broadcast": (
                 "Outputs of shape ({samples}, 1) and targets of shape ({samples},) broadcast to a square: every output "
                 "is compared with the targets of all samples, so the model learns their mean"
@@ -186,10 +180,7 @@ class LossMismatch(Rule):
                 "which mixes up the scores of different positions"
             ),
             "negated": "The loss is an error with a minus sign ({loss}), so every step makes the error larger",
-            "padding": (
-                "{padding:%} of the labels are one class that appears only at padding: padding dominates the loss and "
-                "its gradients"
-            ),
+            "padding": "{padding:%} of the labels are a class that appears only at padding, which dominates the loss",
             "copied": (
                 "Each target equals the input at the same position, so the model only has to copy it. To predict the "
                 "next token, targets must be one position ahead of inputs"
@@ -411,10 +402,7 @@ class UnscaledData(Rule):
                 "The inputs are raw pixels from 0 to 255: the first layer's outputs and gradients are about {scale} "
                 "times too large for this initialization"
             ),
-            "units": (
-                "The inputs are not standardized: columns have spreads from {low} to {high}, so the largest ones drown "
-                "out the others"
-            ),
+            "units": "The inputs are not standardized: spreads go from {low} to {high}, and the largest drown the rest",
             "inputs": (
                 "The inputs are not standardized: a mean of up to {offset} and a spread of up to {high} make the first "
                 "steps too large and the gradients uneven"
@@ -521,10 +509,7 @@ class BadStart(Rule):
         pattern="Before any step, the loss of a classifier is over 4 times that of predicting the class frequencies.",
         title="The first loss is {loss}, {ratio}× that of predicting the class frequencies ({trivial})",
         causes={
-            "weights": (
-                "The initialization is too large: the outputs start confident and wrong, and training first has to "
-                "unlearn them"
-            )
+            "weights": "The initialization is too large: outputs start confident and wrong, which training must unlearn"
         },
         fixes={
             "weights": "Keep torch's default initialization, or divide the initial weights by {too_large} or more",
@@ -725,10 +710,7 @@ class EqualUnits(Rule):
         pattern="At the first step all rows of a weight matrix are the same, and not zero unless all weights are.",
         title="All units start with the same weights in {layers} of the model's weight matrices",
         causes={
-            "constant": (
-                "The weights start at a constant, such as zero: identical units get identical gradients and stay "
-                "identical"
-            )
+            "constant": "The weights start at a constant, such as zero: identical units get equal gradients and stay so"
         },
         fixes={"constant": "Start with random weights: keep torch's default, or use nn.init.kaiming_normal_"},
         changes={"constant": {"initialization": "default"}},

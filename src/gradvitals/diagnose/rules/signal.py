@@ -55,10 +55,7 @@ class NearZeroInitialGsnr(Rule):
         fixes={
             "labels": "Print ten samples of a batch with their targets, exactly as the model receives them",
             "warmup": "Start again with a warmup: from {lr_start} to {lr_first} over the first few hundred steps",
-            "overfit": (
-                "Train on a single batch: if the loss does not approach zero, the bug is in the model or the loss, not "
-                "the data"
-            ),
+            "overfit": "Train on a single batch: if its loss does not go to zero, the model or the loss has the bug",
             "init": "Check the initialization: activations should have a standard deviation near 1 in every layer",
         },
         passed="gradients carried a signal from the start",
@@ -130,16 +127,10 @@ class DeepLayerCollapse(Rule):
                 "The gradient drowns in noise on its way back through {layers} layers, as in deep networks without "
                 "residual paths (post-LN) or with saturating activations"
             ),
-            "output": (
-                "Layers near the output receive contradicting gradients: noisy targets, or a loss that pulls in "
-                "several directions"
-            ),
+            "output": "Layers near the output get contradicting gradients: noisy targets, or a loss with opposed terms",
         },
         fixes={
-            "pre_ln": (
-                "Use pre-norm in the stack that contains {first}: normalize before each layer, not after the residual "
-                "sum"
-            ),
+            "pre_ln": "Use pre-norm in the stack of {first}: normalize before each layer, not after the residual sum",
             "scale": "Scale the residual branches by 1/√{layers} at the start",
             "warmup": "Use a longer warmup: such stacks are most fragile in their first steps",
         },
@@ -234,15 +225,9 @@ class SuddenGsnrDrop(Rule):
             "The GSNR from one source at one batch size drops far below its earlier interval and faster than it "
             "normally declines, while the learning rate is not rising."
         ),
-        title=(
-            "The GSNR at a batch of {batch_size} dropped from {before} before step {from_step} to {gsnr} (at most "
-            "{high})"
-        ),
+        title="The GSNR at a batch of {batch_size} fell from {before} at step {from_step} to {gsnr} (at most {high})",
         causes={
-            "edge": (
-                "The weights have reached a region of high curvature, in which steps at a learning rate of {lr} bounce "
-                "back and forth"
-            ),
+            "edge": "The weights reached high curvature, where steps at a learning rate of {lr} bounce back and forth",
             "data": "The data has changed: a different source, a different order, or wrong targets",
             "learned": (
                 "The model has learned the easy part; the rest is indistinguishable from noise at this batch size"
@@ -319,10 +304,7 @@ class SparseFeatureNoise(Rule):
         fixes={
             "unmask": "Find what silences {first}: a head mask, a gate, or zero columns in the output projection",
             "watch": "If {first} does not recover, prune it: attention works as well without it",
-            "momentum": (
-                "Or move weak heads to their own parameter group; DeepKD uses a higher momentum for parts with a high "
-                "GSNR"
-            ),
+            "momentum": "Or give weak heads a parameter group: DeepKD raises the momentum of parts with a high GSNR",
         },
         passed="all attention heads have a signal",
         reference="arXiv 2505.15133 (DeepKD), arXiv 1905.09418 (pruning heads)",
@@ -468,10 +450,7 @@ class NoisyGradients(Rule):
     default = False
     message = Message(
         name="Noisy gradients",
-        pattern=(
-            "The median GSNR is below 1 at the current batch size. The finding reports the share of coordinates below "
-            "1."
-        ),
+        pattern="The median GSNR is below 1 at the current batch size.",
         title=(
             "Gradient noise exceeds signal: at a batch of {batch_size} the median GSNR per tensor is {median}, and "
             "{share} are below 1"

@@ -165,10 +165,7 @@ class DeadUnits(Rule):
         pattern="Over several readings, a ReLU turns off 75% or more of a layer's units for every sample of the batch.",
         title="{dead:%} of the units after {first} are dead: their ReLU is off for every sample",
         causes={
-            "start": (
-                "They were off from the first step: the initial biases are too negative, or the initial weights too "
-                "large"
-            ),
+            "start": "They were off from the first step: initial biases are too negative, or initial weights too large",
             "lr": (
                 "They died during training ({alive:%} were alive at first): a learning rate of {lr} is too high and "
                 "pushed the weights to where no input activates them"
@@ -607,20 +604,14 @@ class UpdateSpike(Rule):
         pattern="One step moves the weights far more than normal, although the gradient is ordinary.",
         title="Step {at} moved {where} {ratio}× as far as normal, with an ordinary gradient",
         causes={
-            "momentum": (
-                "The optimizer's momentum holds a bad step, or its second moment had become too small for the next "
-                "gradients"
-            ),
+            "momentum": "The optimizer's momentum holds a bad step, or its second moment was too small",
             "lingers": "The gradient of step {exploded} was far too large and is still in the optimizer's momentum",
             "lr": "The learning rate rose from {lr_before} to {lr}",
             "unread": "{unread} not read and may have had an unusual gradient",
             "outside": "Something else changed the weights: a checkpoint was loaded, or an average swapped in",
         },
         fixes={
-            "momentum": (
-                "Restore a checkpoint from before step {safe} and reset the optimizer state (momentum and second "
-                "moments)"
-            ),
+            "momentum": "Restore a checkpoint from before step {safe} and reset the optimizer's moments",
             "lingers": "Skip the batch of step {exploded}, or clip to a norm that would have cut its gradient",
             "lr": "Set the learning rate back from {lr} to {lr_before}, or raise it over a few hundred steps",
             "beta2": "Lower beta2 (0.95 instead of 0.999), so that Adam adapts sooner",
