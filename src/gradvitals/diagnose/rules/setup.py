@@ -17,15 +17,15 @@ from gradvitals.diagnose.step import Step
 from gradvitals.format import number
 from gradvitals.types import ACTIVATIONS, Severity
 
-"""What is wrong with a setup stays wrong until the run ends."""
-
+STANDARDIZED = "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)"
+BCE_LOGITS = "binary_cross_entropy_with_logits"
 REGRESSION = ("mse", "l1", "smooth_l1")
 LAYER_NAMES = {"softmax": "Softmax", "sigmoid": "Sigmoid", "relu": "ReLU", "tanh": "Tanh"}
 LOSS_NAMES = {
     "cross_entropy": "cross_entropy",
     "nll": "nll_loss",
     "bce": "binary_cross_entropy",
-    "bce_logits": "binary_cross_entropy_with_logits",
+    "bce_logits": BCE_LOGITS,
     "mse": "mse_loss",
     "l1": "l1_loss",
     "smooth_l1": "smooth_l1_loss",
@@ -33,17 +33,22 @@ LOSS_NAMES = {
 }
 
 
-@register
-@dataclass
-class BadInputs(Rule):
-    """The batches hold NaN or infinite values."""
+class SetupRule(Rule):
+    """A rule about what was so from the start: it stays wrong until the run ends, and symptoms follow from it."""
 
-    id = "bad_inputs"
     family = "setup"
-    needs = ("input/nonfinite",)
     judges_after = 0
     closes_after = NEVER
     is_setup = True
+
+
+@register
+@dataclass
+class BadInputs(SetupRule):
+    """The batches hold NaN or infinite values."""
+
+    id = "bad_inputs"
+    needs = ("input/nonfinite",)
     message = Message(
         name="Broken inputs",
         pattern=(
@@ -118,15 +123,11 @@ class BadInputs(Rule):
 
 @register
 @dataclass
-class LossMismatch(Rule):
+class LossMismatch(SetupRule):
     """The model's output, the loss and the targets do not fit together."""
 
     id = "loss_mismatch"
-    family = "setup"
     needs = ("head/loss",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Loss mismatch",
         pattern=(
@@ -207,19 +208,13 @@ class LossMismatch(Rule):
             "copied": "Shift the targets by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
         },
         changes={
-            "one_unit": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
-            "double_softmax": {"output": "none"},
-            "double_sigmoid": {"output": "none"},
+            **{key: {"output": "none"} for key in ("double_softmax", "double_sigmoid", "bounded_logits")},
+            **{key: {"output": "none"} for key in ("relu_output", "bounded")},
+            **{key: {"loss": "cross_entropy", "output": "none"} for key in ("classes", "mse_classes")},
+            **{key: {"loss": BCE_LOGITS, "output": "none"} for key in ("one_unit", "multi_label", "raw_log")},
             "batch_softmax": {"softmax_dim": 1},
-            "bounded_logits": {"output": "none"},
             "no_log": {"output": "log_softmax"},
-            "relu_output": {"output": "none"},
-            "bounded": {"output": "none"},
-            "classes": {"loss": "cross_entropy", "output": "none"},
-            "multi_label": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
-            "raw_log": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
             "broadcast": {"targets": "unsqueeze"},
-            "mse_classes": {"loss": "cross_entropy", "output": "none"},
             "range": {"targets": "scale"},
             "scrambled": {"outputs": "transpose"},
             "negated": {"loss": "minus"},
@@ -381,15 +376,11 @@ class LossMismatch(Rule):
 
 @register
 @dataclass
-class UnscaledData(Rule):
+class UnscaledData(SetupRule):
     """Inputs or targets are far from 0 mean and unit spread."""
 
     id = "unscaled_data"
-    family = "setup"
     needs = ("input/std",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Data not scaled",
         pattern=(
@@ -424,20 +415,15 @@ class UnscaledData(Rule):
             "targets": "Standardize the targets, and multiply predictions by {target_std} and add {target_mean}",
         },
         changes={
-            "pixels": {"inputs": "standardize"},
-            "units": {"inputs": "standardize"},
-            "inputs": {"inputs": "standardize"},
+            **{key: {"inputs": "standardize"} for key in ("pixels", "units", "inputs")},
             "both": {"inputs": "standardize", "targets": "standardize"},
             "targets": {"targets": "standardize"},
         },
         snippets={
             "pixels": "x = x / 255",
-            "units": "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)",
-            "inputs": "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)",
-            "both": (
-                "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)\n"
-                "y = (y - y_train.mean(0)) / y_train.std(0).clamp_min(1e-6)"
-            ),
+            "units": STANDARDIZED,
+            "inputs": STANDARDIZED,
+            "both": STANDARDIZED + "\n" + STANDARDIZED.replace("x", "y"),
             "targets": "y = (y - {target_mean}) / {target_std}",
         },
         is_certain=True,
@@ -545,15 +531,11 @@ class BadStart(Rule):
 
 @register
 @dataclass
-class NoNonlinearity(Rule):
+class NoNonlinearity(SetupRule):
     """Several layers follow each other without anything nonlinear between them."""
 
     id = "no_nonlinearity"
-    family = "setup"
     needs = ("body/layers",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="No activation between layers",
         pattern="The model has two or more layers with no nonlinear operation between them.",
@@ -579,15 +561,11 @@ class NoNonlinearity(Rule):
 
 @register
 @dataclass
-class LayerWiring(Rule):
+class LayerWiring(SetupRule):
     """A layer is fed what it cannot learn from."""
 
     id = "layer_wiring"
-    family = "setup"
     needs = ("body/layers",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Layers wired wrongly",
         pattern=(
@@ -655,15 +633,11 @@ class LayerWiring(Rule):
 
 @register
 @dataclass
-class HiddenLayers(Rule):
+class HiddenLayers(SetupRule):
     """Layers that the loss uses are not parameters of the model, so that no optimizer holds them."""
 
     id = "hidden_layers"
-    family = "setup"
     needs = ("body/hidden",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Layers missing from the model",
         pattern="Backward reaches layers that a module keeps in a plain list or dict, and no optimizer updates them.",
@@ -696,15 +670,11 @@ class HiddenLayers(Rule):
 
 @register
 @dataclass
-class EqualUnits(Rule):
+class EqualUnits(SetupRule):
     """All units of a layer start with the same weights."""
 
     id = "equal_units"
-    family = "setup"
     needs = ("body/equal_units",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Identical units",
         pattern="At the first step all rows of a weight matrix are the same, and not zero unless all weights are.",
@@ -725,15 +695,12 @@ class EqualUnits(Rule):
 
 @register
 @dataclass
-class DataOrder(Rule):
+class DataOrder(SetupRule):
     """Every step gets the same batch, or batches come sorted by class."""
 
     id = "data_order"
-    family = "setup"
     needs = ("input/checksum",)
     judges_after = 60
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Batches not shuffled",
         pattern="The first steps all use the same slice of a larger tensor, or each batch contains a single class.",
@@ -872,15 +839,11 @@ class OneClass(Rule):
 
 @register
 @dataclass
-class LayerModes(Rule):
+class LayerModes(SetupRule):
     """Layers that act differently in training are set so that the model cannot learn."""
 
     id = "layer_modes"
-    family = "setup"
     needs = ("mode/dropout",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Dropout, batch norm or mode",
         pattern=(
@@ -953,15 +916,11 @@ class LayerModes(Rule):
 
 @register
 @dataclass
-class LossUnreached(Rule):
+class LossUnreached(SetupRule):
     """The loss does not depend on the parameters that the optimizer steps."""
 
     id = "loss_unreached"
-    family = "setup"
     needs = ("head/reached",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Loss does not reach the model",
         pattern="In the first steps, no backward pass reached any parameter that the optimizer updates.",
