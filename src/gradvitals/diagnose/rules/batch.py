@@ -71,13 +71,10 @@ class BatchTooLarge(Rule):
 
     since: int = field(default=-1, init=False)
     """First step of the average since which it is too large; -1 if it is not."""
-    seen_for: int = field(default=0, init=False)
-    far_since: int = field(default=-1, init=False)
-    """Reading since which it is far too large; -1 if it is not."""
-    far_for: int = field(default=0, init=False)
+    large: Streak = field(default_factory=Streak, init=False)
+    """Readings at which it was too large."""
+    far_off: Streak = field(default_factory=Streak, init=False)
     """Readings at which it was far too large."""
-    begun: int = field(default=-1, init=False)
-    """The first reading at which it was too large; -1 if it is not."""
 
     def check(self, step: Step) -> Observation | None:
         # The batch over the noise scale is the GSNR at that batch.
@@ -86,14 +83,14 @@ class BatchTooLarge(Rule):
             return None
         ratio = average.low * average.per_step if average.established else 0.0
         self.since = _since(self.since, ratio > self.factor, average.begins)
-        self.seen_for = self.seen_for + 1 if ratio > self.factor else 0
-        self.far_for = self.far_for + 1 if ratio > self.far else 0
-        self.begun = _since(self.begun, ratio > self.factor, step.number)
-        self.far_since = _since(self.far_since, ratio > self.far, step.number)
-        lasted = self.seen_for >= self.IN_A_ROW and step.number - self.begun >= self.LASTING
+        self.large.add(ratio > self.factor, step.number)
+        self.far_off.add(ratio > self.far, step.number)
+        lasted, far = (
+            streak.count >= self.IN_A_ROW and step.number - streak.since >= self.LASTING
+            for streak in (self.large, self.far_off)
+        )
         if not lasted or lr_rises(step, self.SETTLED):
             return None
-        far = self.far_for >= self.IN_A_ROW and step.number - self.far_since >= self.LASTING
         noise_scale = average.batch_size / average.value
         seen = dict[str, Any](batch_size=average.step_size, noise_scale=noise_scale, ratio=ratio)
         seen |= {"noise_scale_high": average.batch_size / average.low, "proposed": math.ceil(2 * noise_scale)}
@@ -346,8 +343,7 @@ class FewParts(Rule):
     ENOUGH = 6  # gradients per step from which the ratio of signal to noise is useful
     IN_A_ROW = 3  # readings: the rest of an epoch is a single step
 
-    seen_for: int = field(default=0, init=False)
-    since: int = field(default=-1, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
         reading, factor = step.reading("microbatch") or step.reading("ranks"), step.value("vrgd/mean")
@@ -355,13 +351,12 @@ class FewParts(Rule):
         if not size or step.general.batch_size is None or math.isnan(factor):
             return None
         count = round(step.general.batch_size / size)
-        self.since = _since(self.since, count < self.ENOUGH, step.number)
-        self.seen_for = self.seen_for + 1 if count < self.ENOUGH else 0
-        if self.seen_for < self.IN_A_ROW:
+        self.streak.add(count < self.ENOUGH, step.number)
+        if self.streak.count < self.IN_A_ROW:
             return None
         seen = {"count": count, "factor": factor, "batch_size": step.general.batch_size, "enough": self.ENOUGH}
         expected = {"count": f"{self.ENOUGH} or more"}
-        return Observation(severity="info", seen=seen, expected=expected, since=self.since)
+        return Observation(severity="info", seen=seen, expected=expected, since=self.streak.since)
 
 
 @register
@@ -393,19 +388,17 @@ class IdenticalMicrobatches(Rule):
     ABSURD = 1e5  # GSNR that no data has
     IN_A_ROW = 3  # readings
 
-    seen_for: int = field(default=0, init=False)
-    since: int = field(default=-1, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
         reading = step.reading("microbatch")
         if reading is None:
             return None
         gsnr = reading.values.get("gsnr", math.nan)
-        self.since = _since(self.since, gsnr > self.ABSURD, step.number)
-        self.seen_for = self.seen_for + 1 if gsnr > self.ABSURD else 0
-        if self.seen_for < self.IN_A_ROW:
+        self.streak.add(gsnr > self.ABSURD, step.number)
+        if self.streak.count < self.IN_A_ROW:
             return None
         whole, size = step.general.batch_size, reading.batch_size
         count = round(whole / size) if whole and size else "several"
         seen = {"gsnr": gsnr, "count": count, "batch_size": size, "step_size": whole, "loss": step.value("loss")}
-        return Observation(severity="warning", seen=seen, expected={"gsnr": "a finite number"}, since=self.since)
+        return Observation(severity="warning", seen=seen, expected={"gsnr": "a finite number"}, since=self.streak.since)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.baseline import Baseline
-from gradvitals.diagnose.history import Floats
+from gradvitals.diagnose.history import Floats, Streak
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import MAX_NAMED, Step
@@ -223,8 +223,7 @@ class HighDispersion(Rule):
     AUDITS = 4.0  # audits, each far out, after which a rank is named
 
     baseline: Baseline = field(default_factory=Baseline, init=False)
-    seen_for: int = field(default=0, init=False)
-    since: int = field(default=-1, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
     outliers: Outliers = field(default_factory=Outliers, init=False)
     farthest: int = field(default=-1, init=False)
     """The rank that was farthest from the others at all of these audits; -1 if it was not always the same."""
@@ -244,24 +243,23 @@ class HighDispersion(Rule):
         grown = value > self.RATIO * before and value > self.LEAST and not 1 < world < FEW
         if not (value > self.MOST or grown):
             self.baseline.learn_one(value)
-            self.seen_for = 0
+            self.streak = Streak()
             return None
         ratios = _of_ranks(step, "ranks/norm_ratio")
         self._note_farthest(ratios)
-        self.since = step.number if not self.seen_for else self.since
-        self.seen_for += 1
-        if self.seen_for < self.IN_A_ROW:
+        self.streak.add(True, step.number)
+        if self.streak.count < self.IN_A_ROW:
             return None
         if ratios is not None and self.farthest >= 0 and world > 2:
-            return self._name(value, np.array([self.farthest]), ratios, self.since)
+            return self._name(value, np.array([self.farthest]), ratios, self.streak.since)
         return Observation(
             severity="warning",
-            seen={"dispersion": value, "usual": before, "world_size": world, "since": self.since},
+            seen={"dispersion": value, "usual": before, "world_size": world, "since": self.streak.since},
             expected={"dispersion": before if math.isfinite(before) else self.MOST},
             text={
                 "what": f"The gradient norms of {world} ranks are far apart: a spread of {number(value)} of their mean"
             },
-            since=self.since,
+            since=self.streak.since,
             causes=("changed",) if grown else (),
         )
 
@@ -271,7 +269,7 @@ class HighDispersion(Rule):
             return
         with np.errstate(divide="ignore"):
             now = int(np.nanargmax(np.abs(np.log(ratios))))
-        self.farthest = now if not self.seen_for or now == self.farthest else -1
+        self.farthest = now if not self.streak.count or now == self.farthest else -1
 
     def _one_rank(self, step: Step, value: float) -> Observation | None:
         ratios, z = _of_ranks(step, "ranks/norm_ratio"), _of_ranks(step, "ranks/norm_z")
@@ -346,8 +344,7 @@ class LowDispersion(Rule):
     LEAST = 1e-4
     IN_A_ROW = 2  # audits
 
-    seen_for: int = field(default=0, init=False)
-    since: int = field(default=-1, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
     twins: Floats = field(default_factory=lambda: np.zeros(0), init=False)
     """The rank whose data each rank had at the last audit; -1 for none."""
     twins_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
@@ -365,18 +362,17 @@ class LowDispersion(Rule):
         world = _world(step, _of_ranks(step, "ranks/norm_ratio"))
         limit = self.LEAST * 10.0 ** -max(0, 4 - world) if world > 1 else self.LEAST
         if value > limit or not _ranks_value(step, "grad/norm") > 0:
-            self.seen_for = 0
+            self.streak = Streak()
             return None
-        self.since = step.number if not self.seen_for else self.since
-        self.seen_for += 1
-        if self.seen_for < self.IN_A_ROW:
+        self.streak.add(True, step.number)
+        if self.streak.count < self.IN_A_ROW:
             return None
         return Observation(
             severity="warning",
             seen={"dispersion": value, "world_size": world},
             expected={"dispersion": f"over {limit:g}"},
             text={"who": _all_of(world), "how": f"their gradient norms differ by {number(value, 2)} of their mean"},
-            since=self.since,
+            since=self.streak.since,
         )
 
     def _doubles(self, step: Step) -> Observation | None:

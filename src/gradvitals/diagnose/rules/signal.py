@@ -225,7 +225,7 @@ class SuddenGsnrDrop(Rule):
             "The GSNR from one source at one batch size drops far below its earlier interval and faster than it "
             "normally declines, while the learning rate is not rising."
         ),
-        title="The GSNR at a batch of {batch_size} fell from {before} at step {from_step} to {gsnr} (at most {high})",
+        title="GSNR at a batch of {batch_size} fell from {before} before step {from_step} to {gsnr} (at most {high})",
         causes={
             "edge": "The weights reached high curvature, where steps at a learning rate of {lr} bounce back and forth",
             "data": "The data has changed: a different source, a different order, or wrong targets",
