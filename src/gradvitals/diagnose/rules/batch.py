@@ -132,10 +132,7 @@ class BatchTooSmall(Rule):
             "late": "The noise scale grows during a run: a batch that was large enough at first may not be later",
         },
         fixes={
-            "accumulate": (
-                "Accumulate gradients to about {proposed} samples per step, or lower the learning rate of {lr}, which "
-                "averages over steps instead"
-            ),
+            "accumulate": "Accumulate {proposed} samples per step, or lower the learning rate of {lr}",
             "nothing": (
                 "No action needed while the loss falls: small batches make good use of samples, but take more steps"
             ),
@@ -284,10 +281,7 @@ class MixedPasses(Rule):
             "The GSNR between the backward passes of a step stays below 0 for four readings in a row in a GAN, or 25 "
             "elsewhere (a note). Samples of one distribution do that only by chance."
         ),
-        title=(
-            "The backward passes of a step are of different kinds: their gradients oppose each other, so GSNR and "
-            "noise scale are meaningless"
-        ),
+        title="The backward passes of a step oppose each other: their GSNR and noise scale are meaningless",
         causes={
             "game": "One pass uses real samples and another generated ones, as in a GAN",
             "losses": "Each pass has its own loss, and the losses compete",

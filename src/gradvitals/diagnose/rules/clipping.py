@@ -84,10 +84,7 @@ class ClipSaturated(_Clipping):
         ),
         title="{clipped:%} of the last {steps} steps were clipped: max_norm is {limit}, the median norm {norm}",
         causes={
-            "low": (
-                "The limit of {limit} is below the typical norm of {norm}: clipping scales every step to the same "
-                "length instead of stopping spikes"
-            ),
+            "low": "The limit of {limit} is below the typical norm of {norm}: it gives every step the same length",
             "scale": "The gradient is larger than intended: a loss summed instead of averaged, or multiplied",
         },
         fixes={

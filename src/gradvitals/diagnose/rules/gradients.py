@@ -43,10 +43,7 @@ class Nonfinite(Rule):
                 "root or norm of zero, or by an overflow"
             ),
             "float16": "The weights are float16, which overflows above 65,504 and rounds Adam's eps of {eps} to zero",
-            "root": (
-                "The loss takes a square root, whose gradient is infinite at 0 (such as for two equal outputs), "
-                "although the loss itself is {loss}"
-            ),
+            "root": "The loss of {loss} takes a square root, whose gradient at 0 (as of equal outputs) is infinite",
             "earlier": "{unread} not read and may have left NaN or infinite weights",
             "batch": "No gradient is finite{known_loss}: backward fails at the loss itself, or the batch is not finite",
         },
@@ -198,10 +195,7 @@ class Explosion(Rule):
             "dirty_batch": (
                 "Skip the batch of step {at}, and check it for broken or unnormalized inputs and wrong labels"
             ),
-            "skipped": (
-                "Check the batch of step {at} for broken or unnormalized inputs and wrong labels; its step was "
-                "skipped and training continues"
-            ),
+            "skipped": "Check the batch of step {at} for broken inputs and wrong labels; its step was skipped",
             "learning_rate": "Lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
             "momentum": "Restore a checkpoint from before step {began} and reset the optimizer state",
             "lingers": (

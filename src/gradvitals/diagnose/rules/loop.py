@@ -195,10 +195,7 @@ class FrozenWeights(Rule):
         ),
         title="{frozen} of {tensors} tensors are frozen and do not change: {where}",
         causes={
-            "random": (
-                "requires_grad is False for {first}, which is frozen at its random initialization: it was neither "
-                "trained nor loaded from a checkpoint"
-            ),
+            "random": "requires_grad is False for {first}, which still holds its random initialization",
             "frozen": "requires_grad is False for {first}: frozen on purpose, as for fine-tuning, or by mistake",
         },
         fixes={

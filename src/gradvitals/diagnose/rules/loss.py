@@ -660,10 +660,7 @@ class StillFalling(Rule):
         ),
         title="The loss was still falling when the run ended: by {fell} over the last {steps} steps, to {loss}",
         causes={
-            "low_lr": (
-                "The learning rate of {lr} is too low for {total} steps: each changes the weights by {ratio:%} of "
-                "their norm, and the loss is still falling"
-            ),
+            "low_lr": "The learning rate of {lr} is too low for {total} steps: each changes the weights by {ratio:%}",
             "schedule": (
                 "The run stopped too early, in the middle of its schedule: the learning rate is still {lr} and decaying"
             ),
@@ -742,10 +739,7 @@ class Memorizing(Rule):
         ),
         title="{what}, while the training loss fell to {loss}",
         causes={
-            "memorizes": (
-                "The model memorizes the training data: validation was best at step {at}, and what it has learned "
-                "since does not generalize"
-            )
+            "memorizes": "The model memorizes the training data: since step {at}, what it learns does not generalize"
         },
         fixes={
             "stop": "Stop at about step {steps_proposed} and keep the weights with the lowest validation loss",

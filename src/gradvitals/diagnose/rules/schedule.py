@@ -341,10 +341,7 @@ class ScheduleOver(Rule):
         ),
         title="The learning rate fell from {peak_lr} to under {low} by step {at}, and is {lr_now} at step {steps}",
         causes={
-            "decayed": (
-                "The schedule is over long before the run, most often because scheduler.step() is called for every "
-                "batch of a schedule that counts epochs"
-            )
+            "decayed": "The schedule ends long before the run: scheduler.step() may count epochs but run per batch"
         },
         fixes={
             "epochs": "Call scheduler.step() once per epoch if the schedule counts epochs, or let it end with the run"

@@ -137,33 +137,15 @@ class LossMismatch(SetupRule):
         title="{what}",
         causes={
             "one_unit": "A softmax over a single output is always 1: the loss cannot fall, and no gradient flows",
-            "double_softmax": (
-                "The model applies a softmax, and {loss} applies another one: predictions cannot become confident, and "
-                "gradients stay small"
-            ),
+            "double_softmax": "The model applies a softmax, and {loss} another one: predictions cannot get confident",
             "double_sigmoid": "The model applies a sigmoid, and {loss} applies another one",
-            "batch_softmax": (
-                "The softmax is taken over dimension 0, the samples: they compete, and each prediction depends on what "
-                "else is in the batch"
-            ),
-            "bounded_logits": (
-                "The model ends in a {activation}, so logits stay between {low} and {high}, and the largest "
-                "probability that {loss} can get from them is far below 1"
-            ),
+            "batch_softmax": "The softmax is taken over dimension 0: the samples of a batch compete, not the classes",
+            "bounded_logits": "A {activation} keeps logits between {low} and {high}: {loss} cannot get confident",
             "no_log": "{loss} expects log-probabilities, but gets {given}",
             "relu_output": "The model ends in a ReLU: outputs cannot be negative, and one that is 0 never learns",
-            "bounded": (
-                "The model ends in a {activation}, which stays between {low} and {high}, but targets range from "
-                "{target_min} to {target_max}: the output cannot reach them"
-            ),
-            "classes": (
-                "The targets have {classes} classes, but the loss expects one probability: {units} output cannot tell "
-                "{classes} classes apart"
-            ),
-            "multi_label": (
-                "A softmax makes the outputs compete and sum to 1, but samples have {row_sum} positive labels on "
-                "average: the labels are independent"
-            ),
+            "bounded": "A {activation} between {low} and {high} cannot reach targets from {target_min} to {target_max}",
+            "classes": "The targets have {classes} classes, and {units} output cannot tell them apart",
+            "multi_label": "A softmax makes outputs sum to 1, but samples have {row_sum} independent labels",
             "raw_log": "The loss takes the log of the model's raw output, without a sigmoid or softmax before it",
             "broadcast": (
                 "Outputs of shape ({samples}, 1) and targets of shape ({samples},) broadcast to a square: every output "
@@ -172,20 +154,14 @@ class LossMismatch(SetupRule):
             "mse_classes": (
                 "The loss is the mean squared error on {classes} one-hot classes, but cross-entropy is made for classes"
             ),
-            "range": (
-                "{loss} expects targets from 0 to 1, but these range from {target_min} to {target_max}: the loss has "
-                "no lower bound and keeps falling"
-            ),
+            "range": "{loss} expects targets from 0 to 1, not from {target_min} to {target_max}: it has no lower bound",
             "scrambled": (
                 "A view or reshape reads outputs of shape (samples, length, classes) as (samples, classes, length), "
                 "which mixes up the scores of different positions"
             ),
             "negated": "The loss is an error with a minus sign ({loss}), so every step makes the error larger",
             "padding": "{padding:%} of the labels are a class that appears only at padding, which dominates the loss",
-            "copied": (
-                "Each target equals the input at the same position, so the model only has to copy it. To predict the "
-                "next token, targets must be one position ahead of inputs"
-            ),
+            "copied": "Each target equals the input at its position, but the next token is one position ahead",
         },
         fixes={
             "one_unit": "Remove the softmax and use binary_cross_entropy_with_logits, which applies a sigmoid",
@@ -389,10 +365,7 @@ class UnscaledData(SetupRule):
         ),
         title="The {what} are not standardized: {how}",
         causes={
-            "pixels": (
-                "The inputs are raw pixels from 0 to 255: the first layer's outputs and gradients are about {scale} "
-                "times too large for this initialization"
-            ),
+            "pixels": "The inputs are raw pixels from 0 to 255: gradients are {scale} times too large for this model",
             "units": "The inputs are not standardized: spreads go from {low} to {high}, and the largest drown the rest",
             "inputs": (
                 "The inputs are not standardized: a mean of up to {offset} and a spread of up to {high} make the first "
@@ -579,10 +552,7 @@ class LayerWiring(SetupRule):
                 "The model reads time steps at dimension 1, but without batch_first=True a recurrent layer has time "
                 "at dimension 0: its state passes from sample to sample, and each sees one time step of its own"
             ),
-            "single": (
-                "A softmax over a dimension of size 1 is always 1: attention with it has no effect, and the layers "
-                "that compute its scores get no gradient"
-            ),
+            "single": "A softmax over a dimension of size 1 is always 1: its scores have no effect and get no gradient",
             "softmax": (
                 "A softmax as a hidden activation turns {units} outputs into shares of about {share} each: hardly any "
                 "signal passes to the next layer, and hardly any gradient back"
@@ -642,12 +612,7 @@ class HiddenLayers(SetupRule):
         name="Layers missing from the model",
         pattern="Backward reaches layers that a module keeps in a plain list or dict, and no optimizer updates them.",
         title="{tensors} tensors that the loss depends on are not parameters of the model, and never change",
-        causes={
-            "list": (
-                "Layers are kept in a plain Python list or dict: nn.Module does not look into it, so "
-                "model.parameters() and the optimizer do not have them"
-            )
-        },
+        causes={"list": "Layers are kept in a plain Python list or dict, which model.parameters() does not look into"},
         fixes={"list": "Keep layers in nn.ModuleList or nn.ModuleDict, and set requires_grad to False for frozen ones"},
         changes={"list": {"layers": "ModuleList"}},
         snippets={"list": "self.layers = nn.ModuleList(layers)"},
@@ -852,15 +817,9 @@ class LayerModes(SetupRule):
         ),
         title="{what}",
         causes={
-            "eval": (
-                "The model is in evaluation mode while it trains: batch norm uses running statistics that never "
-                "update, and dropout is off"
-            ),
+            "eval": "The model trains in evaluation mode: batch norm's statistics never update, and dropout is off",
             "dropout": "Dropout of {dropout} removes nearly all activations at every step",
-            "batch_norm": (
-                "Batch norm averages over {norm_samples} values: with a batch this small its statistics are mostly "
-                "noise, and differ from those used in evaluation"
-            ),
+            "batch_norm": "Batch norm averages over {norm_samples} values: statistics of so few are mostly noise",
         },
         fixes={
             "eval": "Call model.train() before training, and again after each evaluation",

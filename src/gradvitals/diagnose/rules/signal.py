@@ -46,10 +46,7 @@ class NearZeroInitialGsnr(Rule):
         causes={
             "labels": "Inputs and targets do not match: shuffled, shifted by one, or wrong for many samples",
             "init": "The weights started too large or too small, so outputs hardly depend on inputs",
-            "no_warmup": (
-                "The learning rate was {lr_first} from the first step: it may have destroyed the weights before they "
-                "had learned anything"
-            ),
+            "no_warmup": "The learning rate was {lr_first} from the first step: it may have destroyed the weights",
             "batch": "A batch of {batch_size} is too small for {readings} readings to show a signal",
         },
         fixes={
