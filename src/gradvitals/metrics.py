@@ -296,6 +296,11 @@ INSPECTED: dict[str, str] = {
     "mode/dropout": "largest dropout probability",
     "mode/frozen_random": "frozen matrices that still hold torch's random initialization",
     "mode/norm_samples": "values that a batch norm averages over, per channel, at least",
+    "head/purity": "share of the samples that the outputs put into the most frequent class",
+    "head/batch_softmax": "1 if the softmax of the outputs is taken over the samples of the batch",
+    "head/scaled": "1 if anything is multiplied or added between the last layers and the loss",
+    "input/same": "1 if all samples of the batch have the same input",
+    "body/single_softmax": "softmaxes between layers that are taken over one element",
 }
 """What is known about an inspected batch. The journal has each at its place in this table."""
 

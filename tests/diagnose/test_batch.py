@@ -220,7 +220,7 @@ def test_passes_that_point_against_each_other_are_no_samples_of_one_thing() -> N
     [finding] = diagnose(opposed(), MixedPasses())
     assert (finding.severity, finding.first_step, finding.last_step) == ("info", 2, None)
     assert finding.found_step == 220  # the 25th reading in a row
-    assert "GSNR and noise scale are meaningless" in finding.title
+    assert "their GSNR and noise scale are meaningless" in finding.title
 
 
 def test_a_game_needs_fewer_readings_and_is_named() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from made_up import make_layout
 
 from gradvitals.diagnose import RULES, Diagnosis
-from gradvitals.diagnose.causes import link_to_roots
+from gradvitals.diagnose.engine import link_to_roots
 from gradvitals.report.verdict import judge
 from gradvitals.types import Finding, Reading
 

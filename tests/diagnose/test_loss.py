@@ -335,6 +335,28 @@ def test_outputs_that_explode_are_named_when_the_loss_becomes_nan() -> None:
     assert "clip gradients" in finding.fixes[0].text
 
 
+def test_a_step_that_replaced_the_weights_just_before_nan_is_named() -> None:
+    run = healthy_run(40)
+    run.every = 1
+    run.values["update/ratio"][20] = 0.9
+    run.values["loss"][21:] = np.nan
+    finding = only(run.findings("loss_nonfinite"))
+    assert "changed the weights by 90%" in finding.causes[0]
+
+
+def test_short_steps_explain_a_run_that_ends_hardly_better_than_ignoring_its_inputs() -> None:
+    for ratio, expected in ((2e-5, ["warning"]), (2e-3, [])):
+        run = healthy_run(400)
+        run.values["loss"] = 2.0 - 2.5e-4 * np.arange(400) + 0.1 * np.sin(np.arange(400))
+        run.values["target/trivial_loss"] = np.full(400, 2.1)
+        run.values["update/ratio"] = np.full(400, ratio)
+        diagnosis = run.diagnosis("loss_plateau")
+        for step in run.readings():
+            diagnosis.read(step)
+        diagnosis.finish()
+        assert [f.severity for f in diagnosis.findings if "too low" in f.causes[0]] == expected
+
+
 # -- memorizing and schedules -----------------------------------------------------------------------------------------
 
 
@@ -345,6 +367,17 @@ def test_memorizing_is_a_note_until_much_of_what_validation_gained_is_lost(last:
     run.values["val/loss"] = np.full(400, np.nan)
     run.values["val/loss"][39::40] = [0.9, 0.5, 0.32, 0.30, 0.32, 0.34, 0.36, 0.38, 0.39, last]
     assert only(run.findings("memorizing")).severity == severity
+
+
+@pytest.mark.parametrize(("stands_at", "severities"), [(0.9, ["warning"]), (0.1, [])])
+def test_validation_that_stands_still_far_over_the_training_loss_is_memorizing(
+    stands_at: float, severities: list[str]
+) -> None:
+    run = healthy_run(400)
+    run.values["loss"] = 2.0 * np.exp(-np.arange(400) / 40)
+    run.values["val/loss"] = np.full(400, np.nan)
+    run.values["val/loss"][39::40] = stands_at * np.array([1.1, 1.0, *[1.01] * 8])
+    assert [finding.severity for finding in run.findings("memorizing")] == severities
 
 
 @pytest.mark.parametrize(("floor", "severity"), [(0.9, "warning"), (0.1, "info")])

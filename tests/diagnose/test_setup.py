@@ -50,6 +50,28 @@ LABELS = (X[:, 0] > 0).long()
 NUMBERS = X[:, :1] - X[:, 1:2]
 
 
+def words() -> nn.Sequential:
+    """Scores sequences of three ids."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(9, 8), nn.Flatten(), nn.ReLU(), nn.Linear(24, 2))
+
+
+class Pooled(nn.Module):
+    """Scores sequences of shape (samples, time, columns) by attention over one of their dimensions."""
+
+    def __init__(self, dim: int, columns: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.score, self.out = nn.Linear(columns, 8), nn.Linear(8, 1), nn.Linear(8, 2)
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns two scores of each sequence."""
+        hidden = torch.tanh(self.into(x))
+        scores: Tensor = self.out((self.score(hidden).softmax(self.dim) * hidden).sum(1))
+        return scores
+
+
 @pytest.mark.parametrize(
     ("model", "loss_fn", "x", "y", "finding", "said"),
     [
@@ -75,6 +97,11 @@ NUMBERS = X[:, :1] - X[:, 1:2]
             "linear",
         ),
         (net(2, nn.Dropout(0.9)), functional.cross_entropy, X, LABELS, "layer_modes", "Dropout"),
+        (net(2, nn.Tanh()), functional.cross_entropy, X, LABELS, "loss_mismatch", "Tanh"),
+        (net(2, nn.Softmax(0)), lambda p, y: functional.nll_loss((p + 1e-8).log(), y), X, LABELS, "loss_mismatch", "0"),
+        (words(), functional.cross_entropy, torch.rand(32, 3).long(), LABELS, "bad_inputs", "same input"),
+        (net(2), functional.cross_entropy, X.abs() // 99, LABELS, "bad_inputs", "same input"),
+        (Pooled(-1), functional.cross_entropy, X[:, :, None], LABELS, "layer_wiring", "always 1"),
     ],
 )
 def test_the_verdict_leads_with_what_is_wrong_with_the_setup(
@@ -95,10 +122,42 @@ def test_the_verdict_leads_with_what_is_wrong_with_the_setup(
         (net(2, nn.LogSoftmax(1)), functional.nll_loss, LABELS),
         (net(1, nn.Sigmoid()), functional.binary_cross_entropy, LABELS.float()[:, None]),
         (net(1), functional.mse_loss, NUMBERS),
+        (nn.Sequential(Pooled(1, 4), nn.Flatten()), functional.cross_entropy, LABELS),
     ],
 )
 def test_a_setup_that_fits_is_healthy(tmp_path: Path, model: nn.Module, loss_fn: Loss, y: Tensor) -> None:
-    assert verdict_of(tmp_path / "run", model, loss_fn, X, y).level == "healthy"
+    x = X[:, None].expand(-1, 3, -1) if isinstance(model[0], Pooled) else X
+    assert verdict_of(tmp_path / "run", model, loss_fn, x, y).level == "healthy"
+
+
+@pytest.mark.parametrize(("rare", "found"), [(2, True), (12, False)])
+def test_a_classifier_that_predicts_one_class_for_all_is_found_if_the_others_are_rare(
+    tmp_path: Path, rare: int, found: bool
+) -> None:
+    """Among labels that the inputs do not tell, the rare class is never predicted."""
+    y = torch.zeros(32)
+    y[:rare] = 1.0
+    loss_fn: Loss = lambda p, y: functional.binary_cross_entropy_with_logits(p[:, 0], y)  # noqa: E731
+    verdict = verdict_of(tmp_path / "run", net(1), loss_fn, 1e-2 * X, y, steps=300)
+    ids = {item.finding.id for item in verdict.ranked if item.weight != "info"}
+    assert ("one_class" in ids) == found
+
+
+def test_an_output_that_is_detached_before_another_model_scores_it_is_found(tmp_path: Path) -> None:
+    generator, critic = net(2), net(1)
+    critic[0] = nn.Linear(2, 8)
+    mine, other = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (generator, critic))
+    with gv.watch(generator, mine, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
+        for step in range(60):
+            optimizer = (other, mine)[step % 2]
+            mine.zero_grad()
+            other.zero_grad()
+            loss = critic(generator(X).detach()).square().mean()
+            loss.backward()
+            optimizer.step()
+    with gv.open_run(monitor.run_path) as run:
+        causes = {finding.id: finding.causes[0] for finding in run.findings if finding.causes}
+    assert "was detached" in causes["loss_unreached"], causes
 
 
 class Reader(nn.Module):

@@ -72,6 +72,7 @@ ERRORS = (
 MAX_TERMS = 12
 """Operations in a row that are looked through for errors."""
 SOFTMAX = ("SoftmaxBackward",)
+LOG_SOFTMAX = (*SOFTMAX, "LogSoftmaxBackward")
 HARD = ("ReluBackward", "ThresholdBackward")
 SOFT = ("SigmoidBackward", "TanhBackward")
 SUM = 2
@@ -333,7 +334,8 @@ class Inspection:
             return
         self.disarm()
         found: dict[str, Tensor | float] = {"head/reached": 1.0} if self._first else {}
-        entry = next((layer for layer in reversed(graph.layers) if self._is_entry(layer)), None)
+        entries = [layer for layer in reversed(graph.layers) if self._is_entry(layer)]
+        entry = entries[0] if entries else None
         if entry is not None:
             found |= _input_numbers(entry)
         self._read_activations(graph)
@@ -345,6 +347,8 @@ class Inspection:
             found |= _text_numbers(entry, head)
             found |= self._layer_numbers(graph)
             found["body/time_first"] = float(self._reads_samples_as_time(graph, head))
+            if (same := self._is_same_input(entries)) is not None:
+                found["input/same"] = same
         else:  # evaluation may have left the model in its mode since
             modes = {name: modes[name] for name in ("mode/eval", "mode/dropout") if name in modes}
         found |= modes
@@ -382,6 +386,18 @@ class Inspection:
         picks = [n for n in (*graph.others, *head.nodes) if _is(n, ("SelectBackward", "MeanBackward"))]
         return any(_dims(node) == [1] and _is_time_major(_inputs(node)[0]) for node in picks)
 
+    def _is_same_input(self, entries: list[Any]) -> Tensor | None:
+        """Whether all samples of the batch have the same input, in every layer that is fed data; None if unknown."""
+        recurrent = any(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in self._table.model.modules())
+        fed = [_saved(layer, "indices", "mat1", "input", "self") for layer in entries]
+        known = [_sampled(data) for data in fed if data is not None and data.dim() > 0 and len(data) > 1]
+        if not known or len(known) < len(entries):
+            return None
+        same = torch.stack([(data == data[:1]).all() for data in known]).all()
+        if not recurrent or any(_is(layer, LOOKUPS) for layer in entries):
+            return same
+        return same & torch.stack([(data != 0).any() for data in known]).any()  # a recurrence starts from zeros
+
     def _is_entry(self, layer: Any) -> bool:
         """Whether a layer acts on data rather than on another layer's output."""
         if _is(layer, LOOKUPS):
@@ -415,6 +431,8 @@ class Inspection:
     def _target_numbers(self, head: Head) -> dict[str, Tensor | float]:
         labels, targets = head.labels, head.targets
         found: dict[str, Tensor | float] = {}
+        if (said := head.predicted()) is not None:
+            found["head/purity"] = said.max() / said.sum()
         if labels is not None and head.classes > 0:
             one = torch.zeros(head.classes, device=labels.device)
             counted = (labels >= 0) & (labels < head.classes) & (labels != head.ignored)
@@ -426,7 +444,7 @@ class Inspection:
             if head.is_mean:
                 found["target/trivial_loss"] = -torch.special.xlogy(share, share).sum()
             if not self._first:  # what is pooled would differ in a run that was resumed
-                found = {name: found[name] for name in ("target/purity", "target/dominant")}
+                found = {name: found[name] for name in ("head/purity", "target/purity", "target/dominant")}
         elif targets is not None and targets.numel():
             flat = _sampled(targets.reshape(len(targets), -1) if targets.dim() > 1 else targets[:, None]).float()
             finite = torch.where(flat.isfinite(), flat, 0.0)
@@ -460,7 +478,7 @@ class Inspection:
                 p = mean.clamp(0, 1)
                 found["target/trivial_loss"] = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
             if not self._first:
-                later = ("target/nonfinite", "target/purity", "target/dominant")
+                later = ("head/purity", "target/nonfinite", "target/purity", "target/dominant")
                 found = {name: found[name] for name in later if name in found}
         return found
 
@@ -496,6 +514,8 @@ class Head:
         """The label that the loss leaves out."""
         self.targets_seen = 0
         """How many labels there are."""
+        self.outputs: Tensor | None = None
+        """What the loss function is fed, if it is one for classes."""
         self.loss = ""
         self.is_mean = True
         """Whether it is an ordinary mean over targets, of the size that a prediction of their mean would make."""
@@ -525,7 +545,7 @@ class Head:
                 weighted = _saved(node, "weight", "pos_weight") is not None
                 self.is_mean = getattr(node, "_saved_reduction", 1) != SUM and not weighted and self._is_whole(node)
                 target = _saved(node, "target")
-                own = _saved(node, "self")
+                own = self.outputs = _saved(node, "self")
                 if kind == "nll" and target is not None:
                     self.labels = target.reshape(-1)[:MAX_SAMPLES]
                     self.targets_seen = target.numel()
@@ -605,6 +625,19 @@ class Head:
             return _saved(node, "other")
         return _saved(node, "self") if len(operands) == 2 and operands[0] is None else None
 
+    def predicted(self) -> Tensor | None:
+        """Returns how many samples the outputs put into each class; None if the loss is none for classes."""
+        outputs = self.outputs
+        if outputs is None or outputs.dim() == 0 or len(outputs) < 2:
+            return None
+        if self.loss in ("nll", "cross_entropy") and self.classes > 1:
+            flat = _sampled(outputs).argmax(1).reshape(-1)
+            return torch.zeros(self.classes, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat).float())
+        if self.loss in ("bce", "bce_logits") and outputs.numel() == len(outputs):
+            share = (outputs > (0.5 if self.loss == "bce" else 0.0)).float().mean()
+            return torch.stack((share, 1 - share))
+        return None
+
     def numbers(self) -> dict[str, Tensor | float]:
         """Returns what there is to know about it."""
         graph, last = self._graph, self._graph.last
@@ -616,11 +649,12 @@ class Head:
             found["head/units"] = float(shape[1] if _is(last[0], ("ConvolutionBackward",)) else shape[-1])
             found["head/samples"] = float(shape[0])
         if self._squash is not None and self.activation in ("softmax", "log_softmax"):
-            shape, dim = _shape(self._squash), int(getattr(self._squash, "_saved_dim", -1)) & 0xFFFFFFFF
-            dim = dim - (1 << 32) if dim >= 1 << 31 else dim
-            found["head/softmax_units"] = float(shape[dim]) if -len(shape) <= dim < len(shape) else math.nan
+            shape, dims = _shape(self._squash), _dims(self._squash)
+            found["head/softmax_units"] = float(shape[dims[0]]) if dims and dims[0] < len(shape) else math.nan
         elif self.loss == "cross_entropy":
             found["head/softmax_units"] = float(self.classes)
+        tops = [_dims(node) for node in self.nodes if _is(node, LOG_SOFTMAX) and len(_shape(node)) == 2]
+        found["head/batch_softmax"] = float([0] in tops)
         found["head/broadcast"] = float(any(self._broadcasts(node) for node in self.nodes))
         logs = [node for node in self.nodes if _is(node, ("LogBackward",))]
         found["head/scrambled"] = float(self.loss == "cross_entropy" and self._is_scrambled())
@@ -634,6 +668,7 @@ class Head:
         products = [node for node in self.nodes if _is(node, ("MmBackward", "BmmBackward"))]
         found["head/products"] = float(bool(products))
         found["head/chosen"] = float(any(_is(node, ("GatherBackward", "IndexBackward")) for node in self.nodes))
+        found["head/scaled"] = float(any(_is(n, ("MulBackward", "DivBackward", "AddBackward")) for n in self.nodes))
         found["head/terms"] = float(len(last))
         signs = [self._both_signs(node) for node in self.nodes if _is(node, ("MulBackward",))]
         if known := [sign for sign in signs if sign is not None]:
@@ -645,6 +680,8 @@ class Head:
         found["body/nonlinear"] = float(len(bent))
         shares = [_shape(fed)[-1] for layer in matrices if (fed := _fed_by(layer)) is not None and _is(fed, SOFTMAX)]
         found["body/softmax_units"] = float(max(shares, default=0))
+        softmaxes = [(_shape(n), _dims(n)) for n in graph.others if _is(n, SOFTMAX)]
+        found["body/single_softmax"] = float(sum(shape[d] == 1 for shape, dims in softmaxes for d in dims if shape[d:]))
         return found
 
     def _is_scaling(self, node: Any) -> bool:
@@ -747,7 +784,7 @@ class Head:
 
 
 def _dims(node: Any) -> list[int]:
-    """Returns the dimensions that an operation removes, counted from the first."""
+    """Returns the dimensions that an operation works along, counted from the first."""
     dims = getattr(node, "_saved_dim", None)
     dims = [dims] if isinstance(dims, int) else list(dims or [])
     rank = len(_shape(_inputs(node)[0])) if _inputs(node)[0] is not None else 0

@@ -3,7 +3,7 @@
 from gradvitals.diagnose import rules
 from gradvitals.diagnose.engine import Diagnosis
 from gradvitals.diagnose.message import Message, Observation
-from gradvitals.diagnose.rule import FAMILIES, RULES, Rule, SkipReason, build_rules, check_settings, register
+from gradvitals.diagnose.rule import FAMILIES, RULES, Rule, build_rules, check_settings, register
 from gradvitals.diagnose.step import RunInfo, Step
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Observation",
     "Rule",
     "RunInfo",
-    "SkipReason",
     "Step",
     "build_rules",
     "check_settings",

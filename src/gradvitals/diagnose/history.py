@@ -272,7 +272,7 @@ class Streak:
     since: int = -1
     """Step of the first of them; -1 if there are none."""
 
-    def add(self, holds: bool, step: int, begins: int) -> None:
+    def add(self, holds: bool, step: int, begins: int = -1) -> None:
         """Take the next reading into account; a streak ends if the averages started a new record."""
         if not holds or self.since < begins:
             self.count, self.since = 0, -1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from gradvitals.format import number, percent
@@ -33,10 +33,17 @@ class Observation:
     """Keys of the causes that the data supports, the likeliest first; the message's others follow."""
     fixes: tuple[str, ...] = ()
     """Keys of the fixes that suit them, the best first; likewise."""
+    key: InitVar[str] = ""
+    """The key of the one cause that the data supports, if its fix has the same."""
     title: str = ""
     """For rules without a message."""
     active: bool = True
     """Whether the pattern is present now. If not, this only adds to what is known about an open finding."""
+
+    def __post_init__(self, key: str) -> None:
+        if key:
+            object.__setattr__(self, "causes", (key,))
+            object.__setattr__(self, "fixes", (key,))
 
 
 @dataclass(frozen=True, kw_only=True)

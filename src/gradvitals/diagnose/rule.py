@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
-from enum import Enum
 from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
@@ -37,19 +36,6 @@ OTHERS = "others"
 
 NEVER = 10**9
 """Clean steps after which a finding resolves that does not resolve by itself."""
-
-
-class SkipReason(Enum):
-    """Why a check was skipped."""
-
-    OFF = "turned off in the settings"
-    FAILED = "the rule raised an error"
-    ALTERNATING = "the model alternates with another one"
-    NOT_FINITE = "no step was finite"
-    TOO_EARLY = "the run is too short"
-    NOT_IN_RUN = "the run has no such thing, and needs none"
-    NOT_MEASURED = "a metric was not measured"
-    UNCERTAIN = "the estimate is too uncertain"
 
 
 class Rule:

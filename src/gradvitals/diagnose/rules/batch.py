@@ -71,29 +71,26 @@ class BatchTooLarge(Rule):
 
     since: int = field(default=-1, init=False)
     """First step of the average since which it is too large; -1 if it is not."""
-    seen_for: int = field(default=0, init=False)
-    far_since: int = field(default=-1, init=False)
-    """Reading since which it is far too large; -1 if it is not."""
-    far_for: int = field(default=0, init=False)
+    large: Streak = field(default_factory=Streak, init=False)
+    """Readings at which it was too large."""
+    far_off: Streak = field(default_factory=Streak, init=False)
     """Readings at which it was far too large."""
-    begun: int = field(default=-1, init=False)
-    """The first reading at which it was too large; -1 if it is not."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires once it has lasted. The batch over the noise scale is the GSNR at that batch."""
+        # The batch over the noise scale is the GSNR at that batch.
         average = step.average
         if average is None or average.count < self.READINGS or math.isnan(average.step_size):
             return None
         ratio = average.low * average.per_step if average.established else 0.0
         self.since = _since(self.since, ratio > self.factor, average.begins)
-        self.seen_for = self.seen_for + 1 if ratio > self.factor else 0
-        self.far_for = self.far_for + 1 if ratio > self.far else 0
-        self.begun = _since(self.begun, ratio > self.factor, step.number)
-        self.far_since = _since(self.far_since, ratio > self.far, step.number)
-        lasted = self.seen_for >= self.IN_A_ROW and step.number - self.begun >= self.LASTING
+        self.large.add(ratio > self.factor, step.number)
+        self.far_off.add(ratio > self.far, step.number)
+        lasted, far = (
+            streak.count >= self.IN_A_ROW and step.number - streak.since >= self.LASTING
+            for streak in (self.large, self.far_off)
+        )
         if not lasted or lr_rises(step, self.SETTLED):
             return None
-        far = self.far_for >= self.IN_A_ROW and step.number - self.far_since >= self.LASTING
         noise_scale = average.batch_size / average.value
         seen = dict[str, Any](batch_size=average.step_size, noise_scale=noise_scale, ratio=ratio)
         seen |= {"noise_scale_high": average.batch_size / average.low, "proposed": math.ceil(2 * noise_scale)}
@@ -124,10 +121,7 @@ class BatchTooSmall(Rule):
     follows = ("stale_gradients",)
     message = Message(
         name="Batch too small",
-        pattern=(
-            "The lower end of the noise scale is at least ten times the batch, or a batch of a few samples makes the "
-            "loss swing."
-        ),
+        pattern="The lower end of the noise scale is ten times the batch or more, or few samples make the loss swing.",
         title="A batch of {batch_size} is small for this run: {grounds}",
         causes={
             "noise": "The few samples of a batch disagree, so the direction of a step depends on which samples it gets",
@@ -138,10 +132,7 @@ class BatchTooSmall(Rule):
             "late": "The noise scale grows during a run: a batch that was large enough at first may not be later",
         },
         fixes={
-            "accumulate": (
-                "Accumulate gradients to about {proposed} samples per step, or lower the learning rate of {lr}, which "
-                "averages over steps instead"
-            ),
+            "accumulate": "Accumulate {proposed} samples per step, or lower the learning rate of {lr}",
             "nothing": (
                 "No action needed while the loss falls: small batches make good use of samples, but take more steps"
             ),
@@ -164,7 +155,6 @@ class BatchTooSmall(Rule):
     """The reading since which it is too small; -1 if it is not."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if two averages that share no reading agree, or at every tenth step for a tiny batch."""
         size = step.general.batch_size
         if size is None:
             return None
@@ -226,10 +216,7 @@ class EstimatorUnreliable(Rule):
         pattern="The interval of the GSNR spans more than a factor of ten, or includes 0, even after many readings.",
         title="The GSNR is uncertain: between {low} and {high} at a batch of {batch_size}, after {readings} readings",
         causes={
-            "few": (
-                "It compares only {count} micro-batches; with fewer than 6, the ratio of a single coordinate has no "
-                "finite variance"
-            ),
+            "few": "It compares only {count} micro-batches; under 6, the ratio of a coordinate has no finite variance",
             "weak": "The signal is weak compared with the noise, so it takes many samples to measure",
         },
         fixes={
@@ -249,7 +236,6 @@ class EstimatorUnreliable(Rule):
     streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if three averages that share no reading are all so wide."""
         average = step.average
         if average is None or math.isnan(average.high):
             return None
@@ -295,10 +281,7 @@ class MixedPasses(Rule):
             "The GSNR between the backward passes of a step stays below 0 for four readings in a row in a GAN, or 25 "
             "elsewhere (a note). Samples of one distribution do that only by chance."
         ),
-        title=(
-            "The backward passes of a step are of different kinds: their gradients oppose each other, so GSNR and "
-            "noise scale are meaningless"
-        ),
+        title="The backward passes of a step oppose each other: their GSNR and noise scale are meaningless",
         causes={
             "game": "One pass uses real samples and another generated ones, as in a GAN",
             "losses": "Each pass has its own loss, and the losses compete",
@@ -314,7 +297,6 @@ class MixedPasses(Rule):
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while the GSNR between them, which is negative only by chance, stays negative."""
         reading = step.reading("microbatch") or step.reading("ranks")
         if reading is None or step.samples is not None or not step.history.passes.mixed:
             return None
@@ -340,10 +322,7 @@ class FewParts(Rule):
     message = Message(
         name="Too few micro-batches for VRGD",
         pattern="A variance-reduced optimizer scales gradients by the agreement of fewer than six micro-batches.",
-        title=(
-            "VRGD scales gradients by the agreement of only {count} micro-batches, too few to separate signal from "
-            "noise"
-        ),
+        title="VRGD scales gradients by the agreement of only {count} micro-batches, too few to tell signal from noise",
         causes={
             "few": "A step has {count} backward passes, so the ratio scatters widely and a few elements dominate",
         },
@@ -358,23 +337,20 @@ class FewParts(Rule):
     ENOUGH = 6  # gradients per step from which the ratio of signal to noise is useful
     IN_A_ROW = 3  # readings: the rest of an epoch is a single step
 
-    seen_for: int = field(default=0, init=False)
-    since: int = field(default=-1, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if steps that are scaled have so few; counting them takes the batch size."""
         reading, factor = step.reading("microbatch") or step.reading("ranks"), step.value("vrgd/mean")
         size = None if reading is None else reading.batch_size
         if not size or step.general.batch_size is None or math.isnan(factor):
             return None
         count = round(step.general.batch_size / size)
-        self.since = _since(self.since, count < self.ENOUGH, step.number)
-        self.seen_for = self.seen_for + 1 if count < self.ENOUGH else 0
-        if self.seen_for < self.IN_A_ROW:
+        self.streak.add(count < self.ENOUGH, step.number)
+        if self.streak.count < self.IN_A_ROW:
             return None
         seen = {"count": count, "factor": factor, "batch_size": step.general.batch_size, "enough": self.ENOUGH}
         expected = {"count": f"{self.ENOUGH} or more"}
-        return Observation(severity="info", seen=seen, expected=expected, since=self.since)
+        return Observation(severity="info", seen=seen, expected=expected, since=self.streak.since)
 
 
 @register
@@ -392,18 +368,12 @@ class IdenticalMicrobatches(Rule):
         pattern="The micro-batches of a step have no noise between them: each holds the same samples.",
         title="All {count} micro-batches of a step give the same gradient",
         causes={
-            "same_data": (
-                "The loop reuses the same samples for every micro-batch: it calls the loader once per step, not once "
-                "per micro-batch"
-            ),
+            "same_data": "Every micro-batch has the same samples: the loop calls the loader once per step",
             "seed": "Each micro-batch is drawn with the same seed or from the same position",
             "one_batch": "The data is a single batch, as in an overfitting test",
         },
         fixes={
-            "next": (
-                "Fetch a new batch for each of the {count} micro-batches; now {step_size} samples per step are worth "
-                "only {batch_size}"
-            ),
+            "next": "Fetch a batch for each micro-batch: {step_size} samples per step are worth only {batch_size}",
             "shuffle": "Check that the loader shuffles, and that its workers have different seeds",
         },
         passed="micro-batches differ",
@@ -412,20 +382,17 @@ class IdenticalMicrobatches(Rule):
     ABSURD = 1e5  # GSNR that no data has
     IN_A_ROW = 3  # readings
 
-    seen_for: int = field(default=0, init=False)
-    since: int = field(default=-1, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if micro-batches have no noise between them at all."""
         reading = step.reading("microbatch")
         if reading is None:
             return None
         gsnr = reading.values.get("gsnr", math.nan)
-        self.since = _since(self.since, gsnr > self.ABSURD, step.number)
-        self.seen_for = self.seen_for + 1 if gsnr > self.ABSURD else 0
-        if self.seen_for < self.IN_A_ROW:
+        self.streak.add(gsnr > self.ABSURD, step.number)
+        if self.streak.count < self.IN_A_ROW:
             return None
         whole, size = step.general.batch_size, reading.batch_size
         count = round(whole / size) if whole and size else "several"
         seen = {"gsnr": gsnr, "count": count, "batch_size": size, "step_size": whole, "loss": step.value("loss")}
-        return Observation(severity="warning", seen=seen, expected={"gsnr": "a finite number"}, since=self.since)
+        return Observation(severity="warning", seen=seen, expected={"gsnr": "a finite number"}, since=self.streak.since)

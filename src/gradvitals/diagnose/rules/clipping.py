@@ -52,11 +52,10 @@ class _Clipping(Rule):
     needs = ("grad/norm", "clip/max_norm")
     closes_after = 100
 
-    EVERY = 20  # steps between checks
+    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     QUANTILE = 0.9  # share of the recent norms that the proposed limit leaves alone
 
     def check(self, step: Step) -> Observation | None:
-        """Compares the limit with the last norms, every 20 steps."""
         if step.number % self.EVERY:
             return None
         limit = step.value("clip/max_norm")
@@ -85,10 +84,7 @@ class ClipSaturated(_Clipping):
         ),
         title="{clipped:%} of the last {steps} steps were clipped: max_norm is {limit}, the median norm {norm}",
         causes={
-            "low": (
-                "The limit of {limit} is below the typical norm of {norm}: clipping scales every step to the same "
-                "length instead of stopping spikes"
-            ),
+            "low": "The limit of {limit} is below the typical norm of {norm}: it gives every step the same length",
             "scale": "The gradient is larger than intended: a loss summed instead of averaged, or multiplied",
         },
         fixes={
@@ -126,8 +122,7 @@ class ClipSaturated(_Clipping):
             seen=seen | {"max_norm": _two_digits(float(proposed))},
             text={"clipped": clipped},
             since=max(step.ago(len(norms)), 0),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 

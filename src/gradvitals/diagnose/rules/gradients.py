@@ -43,15 +43,9 @@ class Nonfinite(Rule):
                 "root or norm of zero, or by an overflow"
             ),
             "float16": "The weights are float16, which overflows above 65,504 and rounds Adam's eps of {eps} to zero",
-            "root": (
-                "The loss takes a square root, whose gradient is infinite at 0 (such as for two equal outputs), "
-                "although the loss itself is {loss}"
-            ),
+            "root": "The loss of {loss} takes a square root, whose gradient at 0 (as of equal outputs) is infinite",
             "earlier": "{unread} not read and may have left NaN or infinite weights",
-            "batch": (
-                "No gradient is finite{known_loss}: backward fails at the loss itself, or the batch holds NaN or "
-                "infinite values"
-            ),
+            "batch": "No gradient is finite{known_loss}: backward fails at the loss itself, or the batch is not finite",
         },
         fixes={
             "scaler": "No action needed at step {at}, unless this continues for many steps",
@@ -99,7 +93,6 @@ class Nonfinite(Rule):
     """The one rank that had it before gradients were reduced, if known."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every step with a gradient that is not finite."""
         if not step.value("grad/nonfinite") > 0:
             self.bad_for = 0
             return None
@@ -202,10 +195,7 @@ class Explosion(Rule):
             "dirty_batch": (
                 "Skip the batch of step {at}, and check it for broken or unnormalized inputs and wrong labels"
             ),
-            "skipped": (
-                "Check the batch of step {at} for broken or unnormalized inputs and wrong labels; its step was "
-                "skipped and training continues"
-            ),
+            "skipped": "Check the batch of step {at} for broken inputs and wrong labels; its step was skipped",
             "learning_rate": "Lower the learning rate from {lr} to {lr_proposed}, or lengthen the warmup",
             "momentum": "Restore a checkpoint from before step {began} and reset the optimizer state",
             "lingers": (
@@ -279,7 +269,6 @@ class Explosion(Rule):
     """The same when it was lowest."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every step whose gradient is too large, and adds the cause once the next steps have shown it."""
         seen = self._spike(step) or self._grown(step) or self._from_start(step) or self._unrecovered(step)
         if seen is None:
             return self._afterwards(step)
@@ -367,6 +356,9 @@ class Explosion(Rule):
         if not self.blamed and (step.number > 4 or self.since >= 0 or self.eased):
             return None
         loss, whole, norm = step.value("loss"), step.value("weight/norm"), step.value("grad/norm")
+        if self._has_recovered(step):
+            self.blamed, self.eased = [], True
+            return None
         norms, weights = step.tensors("grad/norm"), step.tensors("weight/norm")
         if norms is None or weights is None or not (norm < math.inf and whole > 0):
             return None
@@ -411,15 +403,16 @@ class Explosion(Rule):
         return found
 
     def _unrecovered(self, step: Step) -> Observation | None:
-        """A run that started so recovers when it no longer is so, and its loss has fallen."""
+        """A run that started so recovers when its loss has fallen."""
         if not self.blamed or step.number % 5:
-            return None
-        losses = step.history["loss"].last(20)
-        if not len(losses) or float(np.median(losses)) < self.RECOVERED * self.first_loss:
-            self.blamed = [] if self.eased else self.blamed
             return None
         names, causes = tuple(self.names), tuple(self.blamed)
         return Observation(severity="warning", seen=self.seen, text=self.text, tensors=names, causes=causes)
+
+    def _has_recovered(self, step: Step) -> bool:
+        """Whether the loss has fallen since: a gradient that is large beside a small loss is no fault of the start."""
+        losses = step.history["loss"].last(20)
+        return bool(self.blamed) and len(losses) > 0 and float(np.median(losses)) < self.RECOVERED * self.first_loss
 
     @property
     def _was_pushed(self) -> bool:
@@ -439,9 +432,9 @@ class Explosion(Rule):
 
     def _severity(self, step: Step, seen: Observation) -> Severity:
         """A note while it is one batch that is harder than others; what it leaves behind is the damage."""
-        if "z" not in seen.seen:
-            return "warning"
         clipped = step.value("grad/norm") > step.value("clip/max_norm")
+        if "z" not in seen.seen:  # a loop that clips does not make steps longer than it wants
+            return "info" if clipped and self.blamed else "warning"
         if self.times < self.LASTS or self.last - self.since >= 2 * self.times or clipped:
             return "info"
         thrown = self.lr_rose or self._was_pushed  # what moved the weights too far came before
@@ -502,6 +495,7 @@ class Vanishing(Rule):
     is_symptom = True
     needs = ("tensors:grad/norm",)
     judges_after = 30
+    holds = True
     follows = ("stale_gradients", "lr_too_high", "dead_units")
     masks = ("dead_tensor",)
     message = Message(
@@ -518,10 +512,7 @@ class Vanishing(Rule):
             "precision": "Gradients are too small for float16 and become zero: see precision_underflow",
         },
         fixes={
-            "depth": (
-                "In the layers up to {layer}, use ReLU or GELU instead of sigmoid, add residual paths, or normalize "
-                "each layer"
-            ),
+            "depth": "Up to {layer}, use ReLU or GELU instead of sigmoid, residual paths, or normalized layers",
             "off": (
                 "Look for dead ReLUs (off for every input) in the layers up to {layer}, and start with smaller weights"
             ),
@@ -556,7 +547,6 @@ class Vanishing(Rule):
         self._layout: Layout | None = None
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while the gradient is next to nothing for many steps."""
         norm, baseline = step.value("grad/norm"), step.history.norm
         if len(baseline.count) and baseline.count.item(0) >= 5:
             self.highest = max(self.highest, float(np.exp(baseline.level.item(0))))
@@ -565,6 +555,8 @@ class Vanishing(Rule):
         lr = step.value("lr")
         limit = max(self.SCALE * self.highest, self.absolute, self.lr_factor / lr if lr > 0 else 0.0)
         gone, shares = norm < limit, self._shares(step)
+        if shares is None and not gone and step.tensors("grad/norm") is None:
+            return None  # only the norm of the whole was read
         weak = np.zeros(1, dtype=bool) if shares is None or gone else ~(shares >= self.SCALE)
         below = 0 if weak.all() else int(np.argmin(weak))  # layers from the input on that are weak, or frozen
         known = shares[: below or None] if shares is not None else np.zeros(0)
@@ -650,10 +642,7 @@ class Oscillation(Rule):
         ),
         title="{what}",
         causes={
-            "edge_of_stability": (
-                "The learning rate of {lr} is at the edge of stability: each step overshoots and the next one reverses "
-                "it"
-            ),
+            "edge_of_stability": "The learning rate of {lr} is at the edge of stability: steps reverse the one before",
             "batch_too_small": (
                 "The batch of {batch} is small compared with {noise}, so every gradient points in a different direction"
             ),
@@ -679,7 +668,6 @@ class Oscillation(Rule):
     lasted: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires every ten steps while it lasts."""
         if step.number % self.EVERY:
             return None
         losses, norms = step.history["loss"].last(self.WINDOW), step.history["grad/norm"].last(self.WINDOW)
@@ -724,8 +712,7 @@ class Oscillation(Rule):
             },
             text={"what": what, "noise": noise},
             since=step.ago(self.lasted // self.EVERY - 1, self.EVERY) - self.EVERY + 1,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _seen(self, step: Step) -> dict[str, Any]:
@@ -806,7 +793,6 @@ class UnstableNorm(Rule):
     high_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while a tensor's norm varies so much."""
         norms = step.tensors("grad/norm")
         if norms is None:
             return None

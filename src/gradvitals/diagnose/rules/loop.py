@@ -52,7 +52,6 @@ class StaleGradients(Rule):
     seen_for: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while backward adds to what the previous step left."""
         if step.values.get("grad/carried") != 1:
             self.seen_for = 0
             return None
@@ -89,14 +88,8 @@ class BatchesGivenUp(Rule):
             "chosen": "The loop zeroed the gradients of a batch, or moved on to the next one, without a step",
         },
         fixes={
-            "find": (
-                "Find the batch: gradvitals counts optimizer steps, so a batch counter is ahead by the number of "
-                "skipped batches"
-            ),
-            "broken": (
-                "Check it for empty samples, NaN and Inf, and check the loss, which was {loss}, for a division by 0 or "
-                "a log of 0"
-            ),
+            "find": "Find the batch: gradvitals counts optimizer steps, so a batch counter is ahead of it",
+            "broken": "Check it for empty samples, NaN and Inf, and the loss of {loss} for a division or log of 0",
             "gradient": (
                 "Check it for zeros and very large values: a finite loss can have an infinite gradient, for example "
                 "after a square root or norm of 0, a division by almost 0, or an overflow in float16"
@@ -122,7 +115,6 @@ class BatchesGivenUp(Rule):
     reported: bool = field(default=True, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at a step before which batches were skipped."""
         if self.begun < 0:
             self.begun = step.number
         given_up = step.values.get("batches/given_up", 0.0)
@@ -172,24 +164,17 @@ class TrainedInTurn(Rule):
     masks = ("mixed_passes", "deep_layer_collapse")
     message = Message(
         name="Alternating optimizers (GAN-like)",
-        pattern=(
-            "Another optimizer alternates with this one, and the loss of one model goes through the other, as in a GAN "
-            "(a note)."
-        ),
+        pattern="Two optimizers alternate, and the loss of one model goes through the other, as in a GAN (a note).",
         title="Optimizers alternate, as in a GAN: a rising or flat loss is not reported",
         causes={"game": "The models compete, so neither loss has to fall"},
         fixes={
             "score": "Judge progress by the generated samples, or a score such as FID: these losses do not show it",
-            "balance": (
-                "If the loss of one model drops to 0 and stays there, slow that model down: the other one learns "
-                "nothing"
-            ),
+            "balance": "If one model's loss drops to 0 and stays there, slow it down: the other one learns nothing",
         },
         passed="the model does not alternate with another one",
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while it does."""
         return Observation(severity="info", seen={"loss": step.value("loss")}, since=0) if step.alternating else None
 
 
@@ -210,10 +195,7 @@ class FrozenWeights(Rule):
         ),
         title="{frozen} of {tensors} tensors are frozen and do not change: {where}",
         causes={
-            "random": (
-                "requires_grad is False for {first}, which is frozen at its random initialization: it was neither "
-                "trained nor loaded from a checkpoint"
-            ),
+            "random": "requires_grad is False for {first}, which still holds its random initialization",
             "frozen": "requires_grad is False for {first}: frozen on purpose, as for fine-tuning, or by mistake",
         },
         fixes={
@@ -229,7 +211,6 @@ class FrozenWeights(Rule):
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while there are any."""
         if not step.frozen:
             return None
         seen = {"frozen": len(step.frozen), "tensors": len(step.layout.tensors)}

@@ -42,14 +42,12 @@ class LossNonfinite(Rule):
                 "Outputs explode: the loss was {last_loss} before, and predicting the mean gives {trivial}. Initial "
                 "weights are too large, a recurrence multiplies its input, or the learning rate is too high"
             ),
+            "thrown": "The gradient exploded to a norm of {norm}: the last step changed the weights by {moved:%}",
             "float16": (
                 "The model computes in float16, which overflows above 65,504 and rounds Adam's eps of 1e-8 to zero"
             ),
             "log": "The loss takes the log of a probability that reached 0, and the log of zero is infinite",
-            "forward": (
-                "The batch holds NaN or infinite values, or the forward pass divides by zero, takes the log of zero, "
-                "or overflows"
-            ),
+            "forward": "The batch holds NaN or Inf, or the forward pass divides by 0, takes the log of 0, or overflows",
         },
         fixes={
             "weights": "Restore a checkpoint from before step {broken}",
@@ -60,6 +58,7 @@ class LossNonfinite(Rule):
                 "Restore a checkpoint from before step {safe} and lower the learning rate from {lr} to {lr_proposed}"
             ),
             "exploded": "Start with torch's own initialization, and clip gradients to a norm of {max_norm}",
+            "thrown": "Clip gradients to a norm of {max_norm}, or lower the learning rate from {lr} to {lr_proposed}",
             "float16": "Keep weights and optimizer state in float32, and compute under torch.autocast",
             "log": "Clamp the probability before the log, or use the PyTorch loss that takes logits",
             "check_batch": (
@@ -72,21 +71,23 @@ class LossNonfinite(Rule):
             "float16": "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)",
             "log": "p = p.clamp(1e-6, 1 - 1e-6)  # or F.binary_cross_entropy_with_logits(logits, y)",
         },
-        only_if_chosen=("float16", "log", "exploded"),
+        only_if_chosen=("float16", "log", "exploded", "thrown"),
         passed="the loss was finite at every step",
     )
 
     DIVERGED = 10.0  # largest recent norm over its baseline for the run to have diverged
     EXPLODED = 1e3  # last loss over that of the trivial prediction
+    THROWN = 0.5  # share of the weight norm that the last step changed: it left nothing of what was there
 
     last_loss: float = field(default=math.nan, init=False)
     largest: float = field(default=0.0, init=False)
     """Largest recent norm over its baseline."""
     broken: int = field(default=-1, init=False)
     """The step that left weights that are not finite; -1 if none did."""
+    moved: float = field(default=0.0, init=False)
+    """How far the step before moved the weights, as a share of their norm; 0 if it was not read."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every loss that is not finite."""
         values = step.values
         loss = values.get("loss")
         if loss is not None and not math.isfinite(loss):
@@ -96,6 +97,7 @@ class LossNonfinite(Rule):
         ratio = step.norm_deviation[0]
         if ratio == ratio:
             self.largest = max(ratio, 0.8 * self.largest)
+        self.moved = values.get("update/ratio", 0.0)
         # A step with a gradient that is not finite leaves weights that are not.
         if self.broken < 0 and (
             (values.get("grad/nonfinite", 0.0) > 0 and step.was_taken)
@@ -113,8 +115,11 @@ class LossNonfinite(Rule):
             cause = "float16"
         elif cause == "forward" and self.last_loss > self.EXPLODED * step.trivial_loss:
             cause = "exploded"
-        lr = step.value("lr")
-        seen = {"trivial": step.trivial_loss, "max_norm": 1.0} if cause == "exploded" else {}
+        elif cause == "forward" and self.moved > self.THROWN:
+            cause = "thrown"
+        lr, norms = step.value("lr"), step.history["grad/norm"].last(1)
+        seen = {"trivial": step.trivial_loss, "max_norm": 1.0} if cause in ("exploded", "thrown") else {}
+        seen |= {"moved": self.moved, "norm": float(norms[0])} if cause == "thrown" and len(norms) else {}
         seen |= {"loss": loss, "last_loss": self.last_loss, "broken": self.broken if self.broken >= 0 else step.number}
         seen |= {"ratio": self.largest, "lr": lr, "lr_proposed": lr / 3, "at": step.number}
         fixes = (cause,) if cause != "forward" else ("check_batch" if step.was_taken else "skipped",)
@@ -138,10 +143,7 @@ class LossSpike(Rule):
     taints_steps = True
     message = Message(
         name="Loss spike",
-        pattern=(
-            "One loss is far above the previous ones, compared with the spread of this run's losses and of their "
-            "logarithms."
-        ),
+        pattern="One loss is far above the previous ones, by the spread of this run's losses and of their logarithms.",
         title="The loss jumped to {loss} at step {at} (normally {expected_loss})",
         causes={
             "update": "Step {pushed} moved the weights {moved}× as far as normal: momentum or the learning rate",
@@ -172,7 +174,6 @@ class LossSpike(Rule):
     """Of the exponential of the loss in units of the first ones (a Baseline takes logarithms), and of the loss."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every loss that is an outlier in this run."""
         loss = step.value("loss")
         if not math.isfinite(loss):
             return None
@@ -237,10 +238,7 @@ class LossRising(Rule):
             "lr": "Restore a checkpoint from before step {at} and set the learning rate back to {lr_before}",
             "batch": "Restore a checkpoint from before step {spiked}, skip its batch, and clip gradients",
             "update": "Restore a checkpoint from before step {pushed} and reset the optimizer state",
-            "high_lr": (
-                "Restore a checkpoint from about step {best_step} and lower the learning rate from {lr} to "
-                "{lr_proposed}"
-            ),
+            "high_lr": "Go back to step {best_step} and lower the learning rate from {lr} to {lr_proposed}",
             "momentum": "Start again and lower momentum from {momentum} to {momentum_proposed}",
             "stale": ("Call optimizer.zero_grad() once per step, and restore a checkpoint from about step {best_step}"),
         },
@@ -283,7 +281,6 @@ class LossRising(Rule):
     """What was known when it started."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while the mean of the last losses is far above the lowest such mean."""
         loss = step.value("loss")
         if not math.isfinite(loss):
             return None
@@ -366,8 +363,7 @@ class LossRising(Rule):
             seen={"loss": now, "best_step": best_step, **self.known},
             expected={"loss": best},
             since=int(self.known["at"]),
-            causes=(self.cause,),
-            fixes=(self.cause,),
+            key=self.cause,
         )
 
     def _explain(self, step: Step, now: float, best: float, best_step: int) -> None:
@@ -434,10 +430,7 @@ class LossPlateau(Rule):
         ),
         title="The loss {kind}: {loss} after {steps} steps",
         causes={
-            "small_lr": (
-                "The learning rate of {lr} is too low: a step changes the weights by {ratio:%} of their norm, and the "
-                "loss hardly moves"
-            ),
+            "small_lr": "The learning rate of {lr} is too low: each step changes the weights by only {ratio:%}",
             "no_signal": "Inputs and targets may not match: shuffled labels, wrong targets, or identical inputs",
             "large_lr": "The learning rate of {lr} may be too high: each step undoes the one before",
             "initialization": "The initial weights may be too small or too large for a signal to pass",
@@ -455,7 +448,7 @@ class LossPlateau(Rule):
         passed="the loss did not stand still",
     )
 
-    EVERY = 20  # steps between checks
+    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FIRST_STEPS = 80  # steps that a run has to start learning
     FLAT = 0.02  # share of the first loss that it fell by less than, over the last 60% of the steps so far
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
@@ -478,7 +471,6 @@ class LossPlateau(Rule):
     """Whether the loss stood still when it was surely late."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fits a line through the losses, every 20 steps."""
         values = step.values
         if step.number > 0 == step.history.steps_seen:
             self.has_learned = True  # resumed without a history: its start is unknown
@@ -517,13 +509,14 @@ class LossPlateau(Rule):
         return self._observe(step, start, fell > 2 * error, int(begin))
 
     def conclude(self, step: Step) -> Observation | None:
-        """Fires if the run ends without being any better than a prediction that knows no inputs."""
         losses = step.history["loss"].last(max(step.number // 4, self.FIRST_STEPS // 2))
         if self.has_learned or step.number < self.sure or len(losses) < self.FIRST_STEPS // 2:
             return None
         fell, error = fall(losses)
         surely = float(losses.mean() - 2 * losses.std() / math.sqrt(len(losses)))
-        if not surely > self.USELESS * step.trivial_loss:
+        ratios = step.history["update/ratio"].last(5)
+        short = len(ratios) and float(np.median(ratios)) < self.TINY
+        if not surely > (1 - self.LEARNED if short else self.USELESS) * step.trivial_loss:
             return None
         return self._observe(step, step.trivial_loss, fell > 2 * error, step.ago(len(losses)))
 
@@ -543,14 +536,15 @@ class LossPlateau(Rule):
         kind = "is flat, barely below its start" if fallen else "has hardly fallen since the start"
         if start == step.trivial_loss and not fallen:
             kind = f"is no better than ignoring the inputs would give ({number(start)})"
+        elif start == step.trivial_loss:
+            kind = f"is hardly better than ignoring the inputs would give ({number(start)})"
         return Observation(
             severity="warning" if step.number >= self.sure else "info",
             seen=seen,
             expected={"loss": start - self.LEARNED * size, "fell": f"over {self.LEARNED * size:.3g}"},
             text={"kind": kind},
             since=since,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _is_aligned(self, step: Step) -> bool:
@@ -575,8 +569,7 @@ class LossPlateau(Rule):
             expected={"fell": self.LATE * gained},
             text={"kind": f"has not fallen since step {since:,}"},
             since=since,
-            causes=("done",),
-            fixes=("done",),
+            key="done",
         )
 
     def _seen(self, step: Step, loss: float, fell: float) -> dict[str, Any]:
@@ -602,12 +595,7 @@ class LossUnbounded(Rule):
         name="Loss without a lower bound",
         pattern="The loss is negative, 20 times as far from zero as at the start, and falls ever faster.",
         title="The loss falls without bound and ever faster: from {first_loss} to {loss} after {steps} steps",
-        causes={
-            "sign": (
-                "The loss has no lower bound: its sign is wrong, so training makes the error larger, or one of its "
-                "terms grows without limit"
-            )
-        },
+        causes={"sign": "The loss has no lower bound: its sign is wrong, or one of its terms grows without limit"},
         fixes={
             "sign": (
                 "Check the sign of every term of the loss; a term that pushes apart needs a limit, such as a margin"
@@ -616,7 +604,7 @@ class LossUnbounded(Rule):
         passed="the loss has a lower bound",
     )
 
-    EVERY = 20  # steps between checks
+    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FEWEST = 80  # losses
     FAR = 20.0  # how far below zero, in units of the first losses
     FASTER = 1.5  # fall of the last half of the losses over that of the half before
@@ -625,7 +613,6 @@ class LossUnbounded(Rule):
     found: bool = field(default=False, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Compares the halves of the run, every 20 steps."""
         losses, norms = step.history["loss"], step.history["grad/norm"]
         if step.number % self.EVERY or len(losses) < self.FEWEST or not len(norms):
             return None
@@ -673,10 +660,7 @@ class StillFalling(Rule):
         ),
         title="The loss was still falling when the run ended: by {fell} over the last {steps} steps, to {loss}",
         causes={
-            "low_lr": (
-                "The learning rate of {lr} is too low for {total} steps: each changes the weights by {ratio:%} of "
-                "their norm, and the loss is still falling"
-            ),
+            "low_lr": "The learning rate of {lr} is too low for {total} steps: each changes the weights by {ratio:%}",
             "schedule": (
                 "The run stopped too early, in the middle of its schedule: the learning rate is still {lr} and decaying"
             ),
@@ -702,11 +686,9 @@ class StillFalling(Rule):
     """Share of the whole fall that the last half of the steps must have brought."""
 
     def check(self, step: Step) -> Observation | None:
-        """Nothing can be said before the end."""
         return None
 
     def conclude(self, step: Step) -> Observation | None:
-        """Fires if the last losses still fall as those before."""
         if not math.isfinite(step.values.get("loss", 0.0)):
             return None  # the run was lost: its last finite losses are not those it ended with
         losses = step.losses_since(0)
@@ -733,8 +715,7 @@ class StillFalling(Rule):
             seen=seen,
             expected={"fell": f"under {self.share * gained:.3g}"},
             since=max(step.number - count, 0),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 
@@ -753,14 +734,12 @@ class Memorizing(Rule):
         name="Overfitting",
         pattern=(
             "The validation loss has risen by 20% or more from its lowest, while the training loss kept falling: a "
-            "note, or a warning once a quarter of what validation had gained is lost again."
+            "note, or a warning once a quarter of what validation had gained is lost again. Or it stands still at over "
+            "ten times the training loss, with a fifth of the first loss left: a warning."
         ),
-        title="The validation loss rose from {best} at step {at} to {val}, while the training loss fell to {loss}",
+        title="{what}, while the training loss fell to {loss}",
         causes={
-            "memorizes": (
-                "The model memorizes the training data: validation was best at step {at}, and what it has learned "
-                "since does not generalize"
-            )
+            "memorizes": "The model memorizes the training data: since step {at}, what it learns does not generalize"
         },
         fixes={
             "stop": "Stop at about step {steps_proposed} and keep the weights with the lowest validation loss",
@@ -774,6 +753,8 @@ class Memorizing(Rule):
     FEWEST = 4  # validations
     GAP = 1.5  # validation loss over training loss
     LOST = 0.25  # share of what validation had gained since the start of the run
+    APART = 10.0  # validation loss over training loss from which nearly all that was learned since is memorized
+    LEFT = 0.2  # share of the trivial loss, or of the first ones, that validation has left for that
 
     best: float = field(default=math.inf, init=False)
     best_step: int = field(default=0, init=False)
@@ -781,7 +762,6 @@ class Memorizing(Rule):
     count: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at a validation."""
         val = step.values.get("val/loss")
         losses = step.history["loss"].last(20)
         if val is None or not math.isfinite(val) or not len(losses):
@@ -790,14 +770,20 @@ class Memorizing(Rule):
         train = float(np.median(losses))
         if val < self.best:
             self.best, self.best_step, self.train_then = val, step.number, train
-        rose = val > self.RISE * self.best and self.count >= self.FEWEST
-        if not (rose and train < 0.9 * self.train_then and val > self.GAP * train):
+        first = float(np.mean(step.first_losses))
+        rose = val > self.RISE * self.best and train < 0.9 * self.train_then and val > self.GAP * train
+        stands = train < val / self.APART and self.best > self.LEFT * min(first, step.trivial_loss)
+        # What is apart by so much at the best validation too has another reason: another loss, or other data.
+        stands &= step.number > 2 * self.best_step and self.train_then > 2 * train
+        if self.count < self.FEWEST or not (rose or stands):
             return None
+        how = f"rose from {number(self.best)} at step {self.best_step:,} to" if rose else "stands still at"
         seen = {"best": self.best, "at": self.best_step, "val": val, "loss": train}
-        gained = float(np.mean(step.first_losses)) - self.best
+        harms = stands or val - self.best > self.LOST * (first - self.best)
         return Observation(
-            severity="warning" if val - self.best > self.LOST * gained else "info",
+            severity="warning" if harms else "info",
             seen=seen | {"steps_proposed": self.best_step + 1},
             expected={"val": self.best},
+            text={"what": f"The validation loss {how} {number(val)}"},
             since=self.best_step,
         )

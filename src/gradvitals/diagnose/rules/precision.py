@@ -67,7 +67,6 @@ class PrecisionUnderflow(Rule):
         self._half: NDArray[np.bool_] = np.zeros(0, dtype=bool)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while gradients are near the smallest float16 number."""
         norms = step.tensors("grad/norm")
         if step.layout is not self._layout:
             self._layout, autocast = step.layout, step.info.autocast == "float16"
@@ -111,6 +110,5 @@ class PrecisionUnderflow(Rule):
             expected={"rms": SMALLEST * self.NEAR, "smallest": SMALLEST},
             tensors=step.names(chosen[:20]),
             since=step.ago(int(self.low_for[worst]) - 1),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.baseline import Baseline
-from gradvitals.diagnose.history import Floats
+from gradvitals.diagnose.history import Floats, Streak
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import MAX_NAMED, Step
@@ -204,10 +204,7 @@ class HighDispersion(Rule):
             "sizes": "Ranks have batches of different sizes, or some are padded",
         },
         fixes={
-            "rank": (
-                "Look at the data and the loss of rank {rank} at step {since}; if both look normal, run a hardware "
-                "test on its node"
-            ),
+            "rank": "Look at the data and loss of rank {rank} at step {since}; if they are normal, test its hardware",
             "compare": (
                 "Compare the local gradient norms of step {since}, rank by rank, and look at the data of the largest"
             ),
@@ -226,14 +223,12 @@ class HighDispersion(Rule):
     AUDITS = 4.0  # audits, each far out, after which a rank is named
 
     baseline: Baseline = field(default_factory=Baseline, init=False)
-    seen_for: int = field(default=0, init=False)
-    since: int = field(default=-1, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
     outliers: Outliers = field(default_factory=Outliers, init=False)
     farthest: int = field(default=-1, init=False)
     """The rank that was farthest from the others at all of these audits; -1 if it was not always the same."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if one rank stays far from the others, or all of them from each other."""
         value = _ranks_value(step, "ranks/norm_dispersion")
         if math.isnan(value):
             return None
@@ -248,24 +243,23 @@ class HighDispersion(Rule):
         grown = value > self.RATIO * before and value > self.LEAST and not 1 < world < FEW
         if not (value > self.MOST or grown):
             self.baseline.learn_one(value)
-            self.seen_for = 0
+            self.streak = Streak()
             return None
         ratios = _of_ranks(step, "ranks/norm_ratio")
         self._note_farthest(ratios)
-        self.since = step.number if not self.seen_for else self.since
-        self.seen_for += 1
-        if self.seen_for < self.IN_A_ROW:
+        self.streak.add(True, step.number)
+        if self.streak.count < self.IN_A_ROW:
             return None
         if ratios is not None and self.farthest >= 0 and world > 2:
-            return self._name(value, np.array([self.farthest]), ratios, self.since)
+            return self._name(value, np.array([self.farthest]), ratios, self.streak.since)
         return Observation(
             severity="warning",
-            seen={"dispersion": value, "usual": before, "world_size": world, "since": self.since},
+            seen={"dispersion": value, "usual": before, "world_size": world, "since": self.streak.since},
             expected={"dispersion": before if math.isfinite(before) else self.MOST},
             text={
                 "what": f"The gradient norms of {world} ranks are far apart: a spread of {number(value)} of their mean"
             },
-            since=self.since,
+            since=self.streak.since,
             causes=("changed",) if grown else (),
         )
 
@@ -275,7 +269,7 @@ class HighDispersion(Rule):
             return
         with np.errstate(divide="ignore"):
             now = int(np.nanargmax(np.abs(np.log(ratios))))
-        self.farthest = now if not self.seen_for or now == self.farthest else -1
+        self.farthest = now if not self.streak.count or now == self.farthest else -1
 
     def _one_rank(self, step: Step, value: float) -> Observation | None:
         ratios, z = _of_ranks(step, "ranks/norm_ratio"), _of_ranks(step, "ranks/norm_z")
@@ -325,16 +319,10 @@ class LowDispersion(Rule):
     closes_after = 500
     message = Message(
         name="Ranks with the same data",
-        pattern=(
-            "Ranks have the same samples or the same gradient, or all gradient norms are the same, which only the same "
-            "data gives."
-        ),
+        pattern="Ranks have the same samples or gradients, or equal gradient norms, which only the same data gives.",
         title="{who} have the same data: {how}",
         causes={
-            "pair": (
-                "Rank {rank} reads the shard of rank {twin}: its sampler or loader has the wrong rank or the wrong "
-                "number of ranks"
-            ),
+            "pair": "Rank {rank} reads the shard of rank {twin}: its loader has the wrong rank or number of ranks",
             "sampler": "Every rank reads the same samples: no DistributedSampler, or one that does not know its rank",
             "seed": "Every rank shuffles with the same seed and reads from the start",
             "after": "Norms were compared after gradients were averaged, so they are equal by design",
@@ -346,10 +334,7 @@ class LowDispersion(Rule):
             "sampler": (
                 "Give each of the {world_size} ranks its own shard: DistributedSampler, or a loader seeded by rank"
             ),
-            "check": (
-                "Print the sample indices of one batch on two ranks; GSNR and noise scale between ranks are "
-                "meaningless until they differ"
-            ),
+            "check": "Print a batch's sample indices on two ranks: until they differ, GSNR means nothing",
         },
         passed="each rank has its own data",
     )
@@ -359,8 +344,7 @@ class LowDispersion(Rule):
     LEAST = 1e-4
     IN_A_ROW = 2  # audits
 
-    seen_for: int = field(default=0, init=False)
-    since: int = field(default=-1, init=False)
+    streak: Streak = field(default_factory=Streak, init=False)
     twins: Floats = field(default_factory=lambda: np.zeros(0), init=False)
     """The rank whose data each rank had at the last audit; -1 for none."""
     twins_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
@@ -368,7 +352,6 @@ class LowDispersion(Rule):
     twins_since: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if ranks that should differ by their samples do not."""
         same = self._all_the_same(step)
         return self._doubles(step) or same
 
@@ -379,18 +362,17 @@ class LowDispersion(Rule):
         world = _world(step, _of_ranks(step, "ranks/norm_ratio"))
         limit = self.LEAST * 10.0 ** -max(0, 4 - world) if world > 1 else self.LEAST
         if value > limit or not _ranks_value(step, "grad/norm") > 0:
-            self.seen_for = 0
+            self.streak = Streak()
             return None
-        self.since = step.number if not self.seen_for else self.since
-        self.seen_for += 1
-        if self.seen_for < self.IN_A_ROW:
+        self.streak.add(True, step.number)
+        if self.streak.count < self.IN_A_ROW:
             return None
         return Observation(
             severity="warning",
             seen={"dispersion": value, "world_size": world},
             expected={"dispersion": f"over {limit:g}"},
             text={"who": _all_of(world), "how": f"their gradient norms differ by {number(value, 2)} of their mean"},
-            since=self.since,
+            since=self.streak.since,
         )
 
     def _doubles(self, step: Step) -> Observation | None:
@@ -459,7 +441,6 @@ class ReplicaMismatch(Rule):
     """The last audit at which all copies were equal."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at the first audit that finds a difference."""
         count = _ranks_value(step, "ranks/checksum_mismatch")
         if not count > 0:
             self.last_equal = step.number if count == 0 else self.last_equal
@@ -530,7 +511,6 @@ class RngMismatch(Rule):
     out_since: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if the same rank stays out of step."""
         code = _of_ranks(step, "ranks/out_of_step")
         if code is None:
             return None
@@ -551,6 +531,5 @@ class RngMismatch(Rule):
             text={"who": _listed(ranks), "what": "samples" if samples else "random numbers"},
             rank=first if len(ranks) < len(code) else None,
             since=since,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )

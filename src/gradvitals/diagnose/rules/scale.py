@@ -152,7 +152,6 @@ class TrappedScale(Rule):
         self._matrix: Mask = np.zeros(0, dtype=bool)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings of the weights, once the start is forgotten."""
         decay, lr = decay_of(step.info), step.value("lr")
         if math.isnan(decay) or not math.isfinite(lr):
             return None

@@ -68,7 +68,6 @@ class WarmupNeeded(Rule):
     WILD = 10.0  # loss over the first one from which a warmup alone does not help
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if the loss rose in the first steps, or if the first gradients were far larger than all that follow."""
         if step.number > self.WITHIN:
             return None
         rates, losses = step.history["lr"].values, step.history["loss"].values
@@ -195,7 +194,6 @@ class LrTooHigh(Rule):
     """And the step."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if the loss multiplies within the first steps, or if the weights grew and nothing is learned."""
         if step.number == 0:
             self.first = self._now(step) | {"lr": step.value("lr")}
         if not self.first or not self.first["loss"] > 0:
@@ -343,10 +341,7 @@ class ScheduleOver(Rule):
         ),
         title="The learning rate fell from {peak_lr} to under {low} by step {at}, and is {lr_now} at step {steps}",
         causes={
-            "decayed": (
-                "The schedule is over long before the run, most often because scheduler.step() is called for every "
-                "batch of a schedule that counts epochs"
-            )
+            "decayed": "The schedule ends long before the run: scheduler.step() may count epochs but run per batch"
         },
         fixes={
             "epochs": "Call scheduler.step() once per epoch if the schedule counts epochs, or let it end with the run"
@@ -367,7 +362,6 @@ class ScheduleOver(Rule):
     """The first step under a tenth of the highest learning rate."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while the learning rate is next to nothing, once that has lasted for half of the run."""
         lr = step.value("lr")
         self.highest = max(self.highest, lr) if lr == lr else self.highest
         self.low_since = -1 if lr > 0.1 * self.highest else step.number if self.low_since < 0 else self.low_since
@@ -429,7 +423,6 @@ class DecayDue(Rule):
     streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings that show all three."""
         average = step.average
         if average is None or average.count < 5 or math.isnan(average.low):
             return None

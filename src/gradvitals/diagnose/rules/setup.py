@@ -17,15 +17,15 @@ from gradvitals.diagnose.step import Step
 from gradvitals.format import number
 from gradvitals.types import ACTIVATIONS, Severity
 
-"""What is wrong with a setup stays wrong until the run ends."""
-
+STANDARDIZED = "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)"
+BCE_LOGITS = "binary_cross_entropy_with_logits"
 REGRESSION = ("mse", "l1", "smooth_l1")
 LAYER_NAMES = {"softmax": "Softmax", "sigmoid": "Sigmoid", "relu": "ReLU", "tanh": "Tanh"}
 LOSS_NAMES = {
     "cross_entropy": "cross_entropy",
     "nll": "nll_loss",
     "bce": "binary_cross_entropy",
-    "bce_logits": "binary_cross_entropy_with_logits",
+    "bce_logits": BCE_LOGITS,
     "mse": "mse_loss",
     "l1": "l1_loss",
     "smooth_l1": "smooth_l1_loss",
@@ -33,77 +33,101 @@ LOSS_NAMES = {
 }
 
 
-@register
-@dataclass
-class BadInputs(Rule):
-    """The batches hold NaN or infinite values."""
+class SetupRule(Rule):
+    """A rule about what was so from the start: it stays wrong until the run ends, and symptoms follow from it."""
 
-    id = "bad_inputs"
     family = "setup"
-    needs = ("input/nonfinite",)
     judges_after = 0
     closes_after = NEVER
     is_setup = True
+
+
+@register
+@dataclass
+class BadInputs(SetupRule):
+    """The batches hold NaN or infinite values."""
+
+    id = "bad_inputs"
+    needs = ("input/nonfinite",)
     message = Message(
-        name="NaN in the data",
-        pattern="An inspected batch contains NaN or infinite inputs or targets.",
-        title="The {what} of the batch of step {at} contain {count} NaN or infinite values",
+        name="Broken inputs",
+        pattern=(
+            "An inspected batch contains NaN or infinite inputs or targets; or the inputs of all its samples are the "
+            "same, and their targets are not."
+        ),
+        title="{what}",
         causes={
             "column": (
                 "{columns} of {of} input columns are NaN or infinite in every sample: most likely a constant column "
                 "was divided by its standard deviation, which is zero"
             ),
-            "sample": "Some samples have NaN or infinite {what}: missing values, or a broken record",
+            "sample": "Some samples have NaN or infinite {part}: missing values, or a broken record",
+            "same": (
+                "All samples of a batch have the same input, so the output cannot depend on it: most likely numbers "
+                "between 0 and 1 were cast to integers and truncated to zero, or the inputs were overwritten"
+            ),
         },
         fixes={
             "column": "Clamp the standard deviation before dividing by it, or drop constant columns",
             "sample": "Remove or fill samples with NaN or infinite values before training",
+            "same": "Print a batch as the first layer receives it, and look for a cast such as .long() or // before it",
         },
         snippets={
             "column": "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)",
             "sample": "keep = torch.isfinite(x).flatten(1).all(1)\nx, y = x[keep], y[keep]",
         },
+        is_certain=True,
         passed="inputs and targets were finite in the batches inspected",
     )
 
+    BATCHES = 3  # inspected batches in a row whose samples are all the same
+
     broken_since: int = field(default=-1, init=False)
     """The first step whose loss or gradient was not finite."""
+    same: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch with values that are not finite."""
         values = step.values
         loss = values.get("loss", 0.0)
         if self.broken_since < 0 and (values.get("grad/nonfinite", 0.0) > 0 or not math.isfinite(loss)):
             self.broken_since = step.number
         inputs, targets = values.get("input/nonfinite", 0.0), values.get("target/nonfinite", 0.0)
         if not (inputs > 0 or targets > 0):
-            return None
+            return self._all_the_same(step)
         columns = int(values.get("input/nonfinite_columns", 0.0))
         cause = "column" if inputs and 0 < columns < values["input/columns"] else "sample"
         seen: dict[str, Any] = {"count": int(inputs or targets), "at": step.number, "columns": columns}
         seen["of"] = int(values.get("input/columns", 0.0))
+        part = "inputs" if inputs else "targets"
+        what = f"The {part} of the batch of step {step.number:,} contain {seen['count']:,} NaN or infinite values"
         return Observation(
             severity="critical",
             seen=seen,
-            text={"what": "inputs" if inputs else "targets"},
+            text={"what": what, "part": part},
             # If the loss broke before, a batch like this one was there then, between two inspections.
             since=step.number if self.broken_since < 0 else min(self.broken_since, step.number),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
+
+    def _all_the_same(self, step: Step) -> Observation | None:
+        values = step.values
+        if "input/same" not in values:
+            return None
+        several = values.get("target/classes", 0.0) > 1 or values.get("target/std", 0.0) > 0
+        self.same = self.same + 1 if several and values["input/same"] == 1 and step.loss_should_fall else 0
+        if self.same < self.BATCHES:
+            return None
+        text = {"what": "All samples of a batch have the same input"}
+        return Observation(severity="warning", seen={"batches": self.same}, text=text, since=0, key="same")
 
 
 @register
 @dataclass
-class LossMismatch(Rule):
+class LossMismatch(SetupRule):
     """The model's output, the loss and the targets do not fit together."""
 
     id = "loss_mismatch"
-    family = "setup"
     needs = ("head/loss",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Loss mismatch",
         pattern=(
@@ -113,32 +137,16 @@ class LossMismatch(Rule):
         title="{what}",
         causes={
             "one_unit": "A softmax over a single output is always 1: the loss cannot fall, and no gradient flows",
-            "double_softmax": (
-                "The model applies a softmax, and {loss} applies another one: predictions cannot become confident, and "
-                "gradients stay small"
-            ),
+            "double_softmax": "The model applies a softmax, and {loss} another one: predictions cannot get confident",
             "double_sigmoid": "The model applies a sigmoid, and {loss} applies another one",
+            "batch_softmax": "The softmax is taken over dimension 0: the samples of a batch compete, not the classes",
+            "bounded_logits": "A {activation} keeps logits between {low} and {high}: {loss} cannot get confident",
             "no_log": "{loss} expects log-probabilities, but gets {given}",
-            "relu_output": (
-                "The model ends in a ReLU: outputs cannot be negative, and an output that is 0 for every sample never "
-                "learns"
-            ),
-            "bounded": (
-                "The model ends in a {activation}, which stays between {low} and {high}, but targets range from "
-                "{target_min} to {target_max}: the output cannot reach them"
-            ),
-            "classes": (
-                "The targets have {classes} classes, but the loss expects one probability: {units} output cannot tell "
-                "{classes} classes apart"
-            ),
-            "multi_label": (
-                "A softmax makes the outputs compete and sum to 1, but samples have {row_sum} positive labels on "
-                "average: the labels are independent"
-            ),
-            "raw_log": (
-                "The loss takes the log of the model's raw output, which is not a probability: there is no sigmoid or "
-                "softmax before it"
-            ),
+            "relu_output": "The model ends in a ReLU: outputs cannot be negative, and one that is 0 never learns",
+            "bounded": "A {activation} between {low} and {high} cannot reach targets from {target_min} to {target_max}",
+            "classes": "The targets have {classes} classes, and {units} output cannot tell them apart",
+            "multi_label": "A softmax makes outputs sum to 1, but samples have {row_sum} independent labels",
+            "raw_log": "The loss takes the log of the model's raw output, without a sigmoid or softmax before it",
             "broadcast": (
                 "Outputs of shape ({samples}, 1) and targets of shape ({samples},) broadcast to a square: every output "
                 "is compared with the targets of all samples, so the model learns their mean"
@@ -146,28 +154,21 @@ class LossMismatch(Rule):
             "mse_classes": (
                 "The loss is the mean squared error on {classes} one-hot classes, but cross-entropy is made for classes"
             ),
-            "range": (
-                "{loss} expects targets from 0 to 1, but these range from {target_min} to {target_max}: the loss has "
-                "no lower bound and keeps falling"
-            ),
+            "range": "{loss} expects targets from 0 to 1, not from {target_min} to {target_max}: it has no lower bound",
             "scrambled": (
                 "A view or reshape reads outputs of shape (samples, length, classes) as (samples, classes, length), "
                 "which mixes up the scores of different positions"
             ),
             "negated": "The loss is an error with a minus sign ({loss}), so every step makes the error larger",
-            "padding": (
-                "{padding:%} of the labels are one class that appears only at padding: padding dominates the loss and "
-                "its gradients"
-            ),
-            "copied": (
-                "Each target equals the input at the same position, so the model only has to copy it. To predict the "
-                "next token, targets must be one position ahead of inputs"
-            ),
+            "padding": "{padding:%} of the labels are a class that appears only at padding, which dominates the loss",
+            "copied": "Each target equals the input at its position, but the next token is one position ahead",
         },
         fixes={
             "one_unit": "Remove the softmax and use binary_cross_entropy_with_logits, which applies a sigmoid",
             "double_softmax": "Remove the softmax before {loss}, which expects logits",
             "double_sigmoid": "Remove the sigmoid before {loss}, which expects logits",
+            "batch_softmax": "Take the softmax over the classes, with dim=1",
+            "bounded_logits": "Remove the {activation} before {loss}, which expects logits",
             "no_log": "Use {instead} on the output of the last linear layer",
             "relu_output": "Remove the ReLU after the last layer{instead}",
             "bounded": "Remove the {activation} after the last layer, or scale the targets to [{low}, {high}]",
@@ -183,17 +184,13 @@ class LossMismatch(Rule):
             "copied": "Shift the targets by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
         },
         changes={
-            "one_unit": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
-            "double_softmax": {"output": "none"},
-            "double_sigmoid": {"output": "none"},
+            **{key: {"output": "none"} for key in ("double_softmax", "double_sigmoid", "bounded_logits")},
+            **{key: {"output": "none"} for key in ("relu_output", "bounded")},
+            **{key: {"loss": "cross_entropy", "output": "none"} for key in ("classes", "mse_classes")},
+            **{key: {"loss": BCE_LOGITS, "output": "none"} for key in ("one_unit", "multi_label", "raw_log")},
+            "batch_softmax": {"softmax_dim": 1},
             "no_log": {"output": "log_softmax"},
-            "relu_output": {"output": "none"},
-            "bounded": {"output": "none"},
-            "classes": {"loss": "cross_entropy", "output": "none"},
-            "multi_label": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
-            "raw_log": {"loss": "binary_cross_entropy_with_logits", "output": "none"},
             "broadcast": {"targets": "unsqueeze"},
-            "mse_classes": {"loss": "cross_entropy", "output": "none"},
             "range": {"targets": "scale"},
             "scrambled": {"outputs": "transpose"},
             "negated": {"loss": "minus"},
@@ -204,6 +201,7 @@ class LossMismatch(Rule):
             "one_unit": "loss = F.binary_cross_entropy_with_logits(logits, y)  # logits: before any softmax",
             "double_softmax": "loss = F.cross_entropy(logits, y)  # logits: before any softmax",
             "double_sigmoid": "loss = F.binary_cross_entropy_with_logits(logits, y)  # logits: before any sigmoid",
+            "batch_softmax": "p = torch.softmax(logits, dim=1)",
             "no_log": "{log_code}",
             "classes": "self.out = nn.Linear(self.out.in_features, {classes})\nloss = F.cross_entropy(logits, y)",
             "multi_label": "loss = F.binary_cross_entropy_with_logits(logits, y)",
@@ -232,7 +230,6 @@ class LossMismatch(Rule):
     """Batches whose labels were their inputs, if all were."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch, or when the model has learned to copy."""
         values = step.values
         self.low = min(self.low, values.get("target/min", math.inf))
         self.high = max(self.high, values.get("target/max", -math.inf))
@@ -276,8 +273,7 @@ class LossMismatch(Rule):
             seen=seen,
             text=text,
             since=0,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _copies(self, step: Step) -> bool:
@@ -298,12 +294,16 @@ class LossMismatch(Rule):
             return "negated"
         if values.get("head/scrambled") == 1:
             return "scrambled"
+        if values.get("head/batch_softmax") == 1 and values.get("head/products") != 1:
+            return "batch_softmax"
         if values.get("head/softmax_units") == 1:
             return "one_unit"
         if loss == "cross_entropy" and activation == "softmax":
             return "double_softmax"
         if loss == "bce_logits" and activation == "sigmoid":
             return "double_sigmoid"
+        if loss in ("cross_entropy", "bce_logits") and activation in ("sigmoid", "tanh"):
+            return "bounded_logits" if values.get("head/scaled") == 0 else ""
         if loss in ("nll", "kl") and values.get("head/logs") == 0 and activation in ("", "softmax", "sigmoid"):
             return "no_log"
         if activation == "relu" and (loss in ("cross_entropy", "bce_logits") or (known and self.low < -0.02 * span)):
@@ -332,6 +332,8 @@ class LossMismatch(Rule):
             "one_unit": "The model applies a softmax to a single output",
             "double_softmax": "The model applies a softmax before cross_entropy",
             "double_sigmoid": "The model applies a sigmoid before binary_cross_entropy_with_logits",
+            "batch_softmax": "The softmax of the outputs is taken over the samples of the batch",
+            "bounded_logits": f"The model applies a {activation} before {LOSS_NAMES.get(loss, 'the loss')}",
             "no_log": f"{LOSS_NAMES.get(loss, 'The loss')} gets outputs that are not log-probabilities",
             "relu_output": "The model ends in a ReLU",
             "bounded": f"The targets are outside the range of the output's {activation}",
@@ -350,15 +352,11 @@ class LossMismatch(Rule):
 
 @register
 @dataclass
-class UnscaledData(Rule):
+class UnscaledData(SetupRule):
     """Inputs or targets are far from 0 mean and unit spread."""
 
     id = "unscaled_data"
-    family = "setup"
     needs = ("input/std",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Data not scaled",
         pattern=(
@@ -367,14 +365,8 @@ class UnscaledData(Rule):
         ),
         title="The {what} are not standardized: {how}",
         causes={
-            "pixels": (
-                "The inputs are raw pixels from 0 to 255: the first layer's outputs and gradients are about {scale} "
-                "times too large for this initialization"
-            ),
-            "units": (
-                "The inputs are not standardized: columns have spreads from {low} to {high}, so the largest ones drown "
-                "out the others"
-            ),
+            "pixels": "The inputs are raw pixels from 0 to 255: gradients are {scale} times too large for this model",
+            "units": "The inputs are not standardized: spreads go from {low} to {high}, and the largest drown the rest",
             "inputs": (
                 "The inputs are not standardized: a mean of up to {offset} and a spread of up to {high} make the first "
                 "steps too large and the gradients uneven"
@@ -396,20 +388,15 @@ class UnscaledData(Rule):
             "targets": "Standardize the targets, and multiply predictions by {target_std} and add {target_mean}",
         },
         changes={
-            "pixels": {"inputs": "standardize"},
-            "units": {"inputs": "standardize"},
-            "inputs": {"inputs": "standardize"},
+            **{key: {"inputs": "standardize"} for key in ("pixels", "units", "inputs")},
             "both": {"inputs": "standardize", "targets": "standardize"},
             "targets": {"targets": "standardize"},
         },
         snippets={
             "pixels": "x = x / 255",
-            "units": "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)",
-            "inputs": "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)",
-            "both": (
-                "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)\n"
-                "y = (y - y_train.mean(0)) / y_train.std(0).clamp_min(1e-6)"
-            ),
+            "units": STANDARDIZED,
+            "inputs": STANDARDIZED,
+            "both": STANDARDIZED + "\n" + STANDARDIZED.replace("x", "y"),
             "targets": "y = (y - {target_mean}) / {target_std}",
         },
         is_certain=True,
@@ -425,7 +412,6 @@ class UnscaledData(Rule):
     batches: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at the third inspected batch."""
         values = step.values
         if not ("input/std" in values or "target/std" in values) or self.batches > self.ENOUGH:
             return None
@@ -459,8 +445,7 @@ class UnscaledData(Rule):
             seen=seen | {"scale": max(inputs, 1.0)},
             text={"what": what, "how": how},
             since=0,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _is_harmful(self, inputs: float, targets: float, ratio: float) -> bool:
@@ -483,10 +468,7 @@ class BadStart(Rule):
         pattern="Before any step, the loss of a classifier is over 4 times that of predicting the class frequencies.",
         title="The first loss is {loss}, {ratio}× that of predicting the class frequencies ({trivial})",
         causes={
-            "weights": (
-                "The initialization is too large: the outputs start confident and wrong, and training first has to "
-                "unlearn them"
-            )
+            "weights": "The initialization is too large: outputs start confident and wrong, which training must unlearn"
         },
         fixes={
             "weights": "Keep torch's default initialization, or divide the initial weights by {too_large} or more",
@@ -502,7 +484,6 @@ class BadStart(Rule):
     batches: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at the third inspected batch."""
         if "target/trivial_loss" not in step.values or self.batches > 3:
             return None
         self.batches += 1
@@ -523,15 +504,11 @@ class BadStart(Rule):
 
 @register
 @dataclass
-class NoNonlinearity(Rule):
+class NoNonlinearity(SetupRule):
     """Several layers follow each other without anything nonlinear between them."""
 
     id = "no_nonlinearity"
-    family = "setup"
     needs = ("body/layers",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="No activation between layers",
         pattern="The model has two or more layers with no nonlinear operation between them.",
@@ -546,7 +523,6 @@ class NoNonlinearity(Rule):
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         values = step.values
         layers = values.get("body/layers", 0.0)
         if layers < 2 or values.get("body/nonlinear", 1.0) > 0 or values.get("head/foreign") == 1:
@@ -558,20 +534,17 @@ class NoNonlinearity(Rule):
 
 @register
 @dataclass
-class LayerWiring(Rule):
+class LayerWiring(SetupRule):
     """A layer is fed what it cannot learn from."""
 
     id = "layer_wiring"
-    family = "setup"
     needs = ("body/layers",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Layers wired wrongly",
         pattern=(
-            "A recurrent layer without batch_first=True takes the samples of a batch for time steps; or a linear layer "
-            "is fed the result of a softmax (a note, unless a symptom confirms it)."
+            "A recurrent layer without batch_first=True takes the samples of a batch for time steps; a softmax between "
+            "layers is taken over one element; or a linear layer is fed the result of a softmax (a note, unless a "
+            "symptom confirms it)."
         ),
         title="{what}",
         causes={
@@ -579,6 +552,7 @@ class LayerWiring(Rule):
                 "The model reads time steps at dimension 1, but without batch_first=True a recurrent layer has time "
                 "at dimension 0: its state passes from sample to sample, and each sees one time step of its own"
             ),
+            "single": "A softmax over a dimension of size 1 is always 1: its scores have no effect and get no gradient",
             "softmax": (
                 "A softmax as a hidden activation turns {units} outputs into shares of about {share} each: hardly any "
                 "signal passes to the next layer, and hardly any gradient back"
@@ -586,6 +560,7 @@ class LayerWiring(Rule):
         },
         fixes={
             "time": "Make the recurrent layer with batch_first=True",
+            "single": "Take the softmax over the dimension to choose from, such as the time steps: dim=1, not dim=-1",
             "softmax": "Replace the softmax between layers with nn.ReLU()",
         },
         changes={"time": {"batch_first": True}, "softmax": {"activation": "ReLU"}},
@@ -598,17 +573,23 @@ class LayerWiring(Rule):
     )
 
     FEWEST = 8  # units of a softmax that is no gate
+    BATCHES = 3  # inspected batches in a row with a softmax over one element: a sequence may have one step
+
+    single: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         values = step.values
         units = values.get("body/softmax_units", 0.0)
+        if "body/layers" in values:
+            self.single = self.single + 1 if values.get("body/single_softmax", 0.0) > 0 else 0
         if values.get("head/foreign") == 1:
             return None
         if values.get("body/time_first") == 1:
             what = "A recurrent layer runs over the samples of a batch instead of the time steps"
-            text = {"what": what}
-            return Observation(severity="warning", seen={}, text=text, since=0, causes=("time",), fixes=("time",))
+            return Observation(severity="warning", seen={}, text={"what": what}, since=0, key="time")
+        if self.single >= self.BATCHES:
+            what = "A softmax between layers is taken over a single element"
+            return Observation(severity="warning", seen={}, text={"what": what}, since=0, key="single")
         if not units >= self.FEWEST:
             return None
         return Observation(
@@ -616,32 +597,22 @@ class LayerWiring(Rule):
             seen={"units": int(units), "share": 1 / units},
             text={"what": "A softmax is used between layers"},
             since=0,
-            causes=("softmax",),
-            fixes=("softmax",),
+            key="softmax",
         )
 
 
 @register
 @dataclass
-class HiddenLayers(Rule):
+class HiddenLayers(SetupRule):
     """Layers that the loss uses are not parameters of the model, so that no optimizer holds them."""
 
     id = "hidden_layers"
-    family = "setup"
     needs = ("body/hidden",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Layers missing from the model",
         pattern="Backward reaches layers that a module keeps in a plain list or dict, and no optimizer updates them.",
         title="{tensors} tensors that the loss depends on are not parameters of the model, and never change",
-        causes={
-            "list": (
-                "Layers are kept in a plain Python list or dict: nn.Module does not look into it, so "
-                "model.parameters() and the optimizer do not have them"
-            )
-        },
+        causes={"list": "Layers are kept in a plain Python list or dict, which model.parameters() does not look into"},
         fixes={"list": "Keep layers in nn.ModuleList or nn.ModuleDict, and set requires_grad to False for frozen ones"},
         changes={"list": {"layers": "ModuleList"}},
         snippets={"list": "self.layers = nn.ModuleList(layers)"},
@@ -653,7 +624,6 @@ class HiddenLayers(Rule):
     lasted: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         hidden = step.values.get("body/hidden")
         if hidden is None:
             return None
@@ -665,24 +635,17 @@ class HiddenLayers(Rule):
 
 @register
 @dataclass
-class EqualUnits(Rule):
+class EqualUnits(SetupRule):
     """All units of a layer start with the same weights."""
 
     id = "equal_units"
-    family = "setup"
     needs = ("body/equal_units",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Identical units",
         pattern="At the first step all rows of a weight matrix are the same, and not zero unless all weights are.",
         title="All units start with the same weights in {layers} of the model's weight matrices",
         causes={
-            "constant": (
-                "The weights start at a constant, such as zero: identical units get identical gradients and stay "
-                "identical"
-            )
+            "constant": "The weights start at a constant, such as zero: identical units get equal gradients and stay so"
         },
         fixes={"constant": "Start with random weights: keep torch's default, or use nn.init.kaiming_normal_"},
         changes={"constant": {"initialization": "default"}},
@@ -691,22 +654,18 @@ class EqualUnits(Rule):
     )
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at the first inspected batch."""
         layers = step.values.get("body/equal_units", 0.0)
         return Observation(severity="warning", seen={"layers": int(layers)}, since=0) if layers else None
 
 
 @register
 @dataclass
-class DataOrder(Rule):
+class DataOrder(SetupRule):
     """Every step gets the same batch, or batches come sorted by class."""
 
     id = "data_order"
-    family = "setup"
     needs = ("input/checksum",)
     judges_after = 60
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Batches not shuffled",
         pattern="The first steps all use the same slice of a larger tensor, or each batch contains a single class.",
@@ -744,7 +703,6 @@ class DataOrder(Rule):
     """Classes that filled a batch."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         values = step.values
         samples = step.fact("head/samples")
         if "input/checksum" in values:
@@ -767,20 +725,90 @@ class DataOrder(Rule):
 
     def _observe(self, cause: str, what: str, samples: float) -> Observation:
         seen = {"samples": int(samples) if math.isfinite(samples) else 32}
-        return Observation(severity="warning", seen=seen, text={"what": what}, since=0, causes=(cause,), fixes=(cause,))
+        return Observation(severity="warning", seen=seen, text={"what": what}, since=0, key=cause)
 
 
 @register
 @dataclass
-class LayerModes(Rule):
+class OneClass(Rule):
+    """The model predicts the most frequent class for every sample."""
+
+    id = "one_class"
+    family = "setup"
+    needs = ("head/purity", "target/purity")
+    judges_after = 200
+    closes_after = 100
+    holds = True
+    expects_fall = True
+    follows = (
+        "data_order",
+        "loss_mismatch",
+        "bad_inputs",
+        "unscaled_data",
+        "lr_too_high",
+        "loss_plateau",
+        "dead_units",
+    )
+    message = Message(
+        name="One class predicted",
+        pattern=(
+            "For half of the run, a classifier predicts the same class for every sample of the batches inspected, "
+            "while 80% or more of the labels are of one class."
+        ),
+        title="The model predicts the same class for every sample, although {others:%} of the labels are of others",
+        causes={
+            "imbalanced": (
+                "The classes are imbalanced, {share:%} against {others:%}, and the loss does not weight them: always "
+                "predicting the majority class already makes few errors"
+            )
+        },
+        fixes={
+            "weight": "Weight the rare classes in the loss, with pos_weight or weight, or sample them more often",
+            "threshold": "If only probabilities matter, this is no fault: choose a threshold below 0.5 for decisions",
+        },
+        changes={"weight": {"loss_weight": "balanced"}},
+        snippets={"weight": "loss = F.binary_cross_entropy_with_logits(logits, y, pos_weight=negatives / positives)"},
+        passed="predictions differ between samples, or the classes are balanced",
+    )
+
+    MISSED = 5  # samples of other classes, at least, all of them taken for the majority
+    PART = 0.5  # share of the run over which that must last
+    MAJORITY = 0.8  # share of the majority class from which imbalance explains it
+
+    since: int = field(default=-1, init=False)
+    """The first inspected step since which all predictions were of one class; -1 if the last ones were not."""
+    shares: list[float] = field(default_factory=list, init=False)
+    """Share of the most frequent label in each batch since then."""
+    missed: float = field(default=0.0, init=False)
+    """Samples of other classes since then."""
+
+    def check(self, step: Step) -> Observation | None:
+        said, share = step.value("head/purity"), step.value("target/purity")
+        if math.isnan(said) or math.isnan(share):
+            return None
+        if said < 1 or share == 0:
+            self.since, self.shares, self.missed = -1, [], 0.0
+            return None
+        self.since, self.shares = step.number if self.since < 0 else self.since, [*self.shares, share][-50:]
+        self.missed += (1 - share) * step.fact("head/samples")
+        return self.conclude(step)
+
+    def conclude(self, step: Step) -> Observation | None:
+        mean = float(np.mean(self.shares or [math.nan]))
+        lasts = step.number >= self.judges_after and step.number - self.since >= self.PART * step.number
+        if self.since < 0 or not lasts or self.missed < self.MISSED or not self.MAJORITY <= mean < 1:
+            return None
+        seen = {"share": mean, "others": 1 - mean, "batches": len(self.shares)}
+        return Observation(severity="warning", seen=seen, since=self.since)
+
+
+@register
+@dataclass
+class LayerModes(SetupRule):
     """Layers that act differently in training are set so that the model cannot learn."""
 
     id = "layer_modes"
-    family = "setup"
     needs = ("mode/dropout",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Dropout, batch norm or mode",
         pattern=(
@@ -789,15 +817,9 @@ class LayerModes(Rule):
         ),
         title="{what}",
         causes={
-            "eval": (
-                "The model is in evaluation mode while it trains: batch norm uses running statistics that never "
-                "update, and dropout is off"
-            ),
+            "eval": "The model trains in evaluation mode: batch norm's statistics never update, and dropout is off",
             "dropout": "Dropout of {dropout} removes nearly all activations at every step",
-            "batch_norm": (
-                "Batch norm averages over {norm_samples} values: with a batch this small its statistics are mostly "
-                "noise, and differ from those used in evaluation"
-            ),
+            "batch_norm": "Batch norm averages over {norm_samples} values: statistics of so few are mostly noise",
         },
         fixes={
             "eval": "Call model.train() before training, and again after each evaluation",
@@ -822,7 +844,6 @@ class LayerModes(Rule):
     """The first inspected step of those."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at an inspected batch."""
         values = step.values
         if "mode/dropout" not in values:
             return None
@@ -848,22 +869,17 @@ class LayerModes(Rule):
             seen=seen,
             text={"what": titles[cause]},
             since=self.since,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 
 @register
 @dataclass
-class LossUnreached(Rule):
+class LossUnreached(SetupRule):
     """The loss does not depend on the parameters that the optimizer steps."""
 
     id = "loss_unreached"
-    family = "setup"
     needs = ("head/reached",)
-    judges_after = 0
-    closes_after = NEVER
-    is_setup = True
     message = Message(
         name="Loss does not reach the model",
         pattern="In the first steps, no backward pass reached any parameter that the optimizer updates.",
@@ -877,12 +893,17 @@ class LossUnreached(Rule):
                 "The loss has no graph: it was computed from detached values, such as argmax, round, .detach(), "
                 ".item() or NumPy. Setting requires_grad on the result does not bring the gradient back"
             ),
+            "cut": (
+                "This model's output was detached before the other model scored it: with .detach(), under no_grad(), "
+                "or computed in the other model's step. Its parameters never get a gradient"
+            ),
         },
         fixes={
             "make": "Create the optimizer from the parameters of the model that computes the loss",
             "detached": "Compute the loss from the model's raw outputs, with differentiable operations only",
+            "cut": "Detach the output only in the step of the other model, and let this one score it with its graph",
         },
-        only_if_chosen=("detached",),
+        only_if_chosen=("detached", "cut"),
         snippets={"make": "optimizer = type(optimizer)(model.parameters(), lr={lr})"},
         passed="the loss reaches the parameters that the optimizer updates",
     )
@@ -893,7 +914,6 @@ class LossUnreached(Rule):
     reached: bool = field(default=False, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires after several inspected steps that reached nothing."""
         value = step.values.get("head/reached")
         self.reached |= value == 1
         missed = value in (0, -1)
@@ -901,5 +921,7 @@ class LossUnreached(Rule):
         if not missed or self.reached or self.missed < self.PATIENCE:
             return None
         seen = {"steps": self.missed, "lr": step.value("lr")}
-        cause, fix = ("detached", "detached") if value == -1 else ("copy", "make")
+        # In a GAN the loss goes through the other model, which has an optimizer: what it scores was cut off.
+        cause = "detached" if value == -1 else "cut" if step.alternating else "copy"
+        fix = "make" if cause == "copy" else cause
         return Observation(severity="critical", seen=seen, since=0, causes=(cause,), fixes=(fix,))

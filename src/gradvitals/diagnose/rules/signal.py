@@ -46,19 +46,13 @@ class NearZeroInitialGsnr(Rule):
         causes={
             "labels": "Inputs and targets do not match: shuffled, shifted by one, or wrong for many samples",
             "init": "The weights started too large or too small, so outputs hardly depend on inputs",
-            "no_warmup": (
-                "The learning rate was {lr_first} from the first step: it may have destroyed the weights before they "
-                "had learned anything"
-            ),
+            "no_warmup": "The learning rate was {lr_first} from the first step: it may have destroyed the weights",
             "batch": "A batch of {batch_size} is too small for {readings} readings to show a signal",
         },
         fixes={
             "labels": "Print ten samples of a batch with their targets, exactly as the model receives them",
             "warmup": "Start again with a warmup: from {lr_start} to {lr_first} over the first few hundred steps",
-            "overfit": (
-                "Train on a single batch: if the loss does not approach zero, the bug is in the model or the loss, not "
-                "the data"
-            ),
+            "overfit": "Train on a single batch: if its loss does not go to zero, the model or the loss has the bug",
             "init": "Check the initialization: activations should have a standard deviation near 1 in every layer",
         },
         passed="gradients carried a signal from the start",
@@ -79,7 +73,6 @@ class NearZeroInitialGsnr(Rule):
     seen_for: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings whose GSNR is close to 0, while the loss does not fall."""
         average, losses = step.average, step.history["loss"].values
         if step.number > self.WITHIN or average is None or not step.history.averages.same_weights or len(losses) < 10:
             return None
@@ -131,16 +124,10 @@ class DeepLayerCollapse(Rule):
                 "The gradient drowns in noise on its way back through {layers} layers, as in deep networks without "
                 "residual paths (post-LN) or with saturating activations"
             ),
-            "output": (
-                "Layers near the output receive contradicting gradients: noisy targets, or a loss that pulls in "
-                "several directions"
-            ),
+            "output": "Layers near the output get contradicting gradients: noisy targets, or a loss with opposed terms",
         },
         fixes={
-            "pre_ln": (
-                "Use pre-norm in the stack that contains {first}: normalize before each layer, not after the residual "
-                "sum"
-            ),
+            "pre_ln": "Use pre-norm in the stack of {first}: normalize before each layer, not after the residual sum",
             "scale": "Scale the residual branches by 1/√{layers} at the start",
             "warmup": "Use a longer warmup: such stacks are most fragile in their first steps",
         },
@@ -157,7 +144,6 @@ class DeepLayerCollapse(Rule):
     """Step of the first of the readings in a row that show it; -1 if the last one did not."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if readings that share no sample all show it."""
         average, reading = step.average, step.samples
         if average is None or reading is None or not reading.layers.keys() >= set(INTERVAL):
             return None
@@ -236,15 +222,9 @@ class SuddenGsnrDrop(Rule):
             "The GSNR from one source at one batch size drops far below its earlier interval and faster than it "
             "normally declines, while the learning rate is not rising."
         ),
-        title=(
-            "The GSNR at a batch of {batch_size} dropped from {before} before step {from_step} to {gsnr} (at most "
-            "{high})"
-        ),
+        title="GSNR at a batch of {batch_size} fell from {before} before step {from_step} to {gsnr} (at most {high})",
         causes={
-            "edge": (
-                "The weights have reached a region of high curvature, in which steps at a learning rate of {lr} bounce "
-                "back and forth"
-            ),
+            "edge": "The weights reached high curvature, where steps at a learning rate of {lr} bounce back and forth",
             "data": "The data has changed: a different source, a different order, or wrong targets",
             "learned": (
                 "The model has learned the easy part; the rest is indistinguishable from noise at this batch size"
@@ -266,7 +246,6 @@ class SuddenGsnrDrop(Rule):
     streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if an average is far below the one before it that shares no reading with it."""
         now, averages = step.average, step.history.averages
         before = None if now is None else averages.before(now.begins)
         if now is None or before is None or min(now.count, before.count) < self.READINGS:
@@ -322,10 +301,7 @@ class SparseFeatureNoise(Rule):
         fixes={
             "unmask": "Find what silences {first}: a head mask, a gate, or zero columns in the output projection",
             "watch": "If {first} does not recover, prune it: attention works as well without it",
-            "momentum": (
-                "Or move weak heads to their own parameter group; DeepKD uses a higher momentum for parts with a high "
-                "GSNR"
-            ),
+            "momentum": "Or give weak heads a parameter group: DeepKD raises the momentum of parts with a high GSNR",
         },
         passed="all attention heads have a signal",
         reference="arXiv 2505.15133 (DeepKD), arXiv 1905.09418 (pruning heads)",
@@ -339,7 +315,6 @@ class SparseFeatureNoise(Rule):
     low_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while a head stays far below the others of its layer."""
         reading = step.samples
         if reading is None or not reading.heads.keys() >= set(INTERVAL):
             return None
@@ -428,7 +403,6 @@ class HighEffortLowProgress(Rule):
     streak: Streak = field(default_factory=Streak, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings that show all three."""
         average = step.average
         if average is None:
             return None
@@ -473,10 +447,7 @@ class NoisyGradients(Rule):
     default = False
     message = Message(
         name="Noisy gradients",
-        pattern=(
-            "The median GSNR is below 1 at the current batch size. The finding reports the share of coordinates below "
-            "1."
-        ),
+        pattern="The median GSNR is below 1 at the current batch size.",
         title=(
             "Gradient noise exceeds signal: at a batch of {batch_size} the median GSNR per tensor is {median}, and "
             "{share} are below 1"
@@ -510,7 +481,6 @@ class NoisyGradients(Rule):
     """Share of coordinates below 1, as last counted."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires if the median is below, by the interval of the whole or the count of coordinates."""
         moments = step.adam
         if moments is not None and "gsnr/below_one_fraction" in moments.tensors:
             below = np.asarray(moments.tensors["gsnr/below_one_fraction"])

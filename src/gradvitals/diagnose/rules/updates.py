@@ -39,7 +39,7 @@ class DeadTensor(Rule):
     needs = ("tensors:grad/norm",)
     reads = "tensors"
     holds = True
-    follows = ("stale_gradients", "strong_decay", "lr_too_high", "dead_units")
+    follows = ("layer_wiring", "bad_inputs", "stale_gradients", "strong_decay", "lr_too_high", "dead_units")
     follows_if_later = True
     masks = ("vanishing",)
     message = Message(
@@ -90,7 +90,6 @@ class DeadTensor(Rule):
     """Whether it had none at all when last looked at, rather than zero."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while a tensor has no gradient."""
         norms = step.tensors("grad/norm")
         if norms is None or not step.value("grad/norm") > 0:
             return None
@@ -111,7 +110,6 @@ class DeadTensor(Rule):
         return self._observe(step, dead, bool(missing[dead].all()))
 
     def conclude(self, step: Step) -> Observation | None:
-        """Fires if a tensor never had a gradient: when the run ends, it is nobody's turn any more."""
         never = np.flatnonzero((self.zero_for >= self.patience) & (self.alive == 0))
         return self._observe(step, never, bool(self.absent[never].all()), certain=True) if len(never) else None
 
@@ -167,10 +165,7 @@ class DeadUnits(Rule):
         pattern="Over several readings, a ReLU turns off 75% or more of a layer's units for every sample of the batch.",
         title="{dead:%} of the units after {first} are dead: their ReLU is off for every sample",
         causes={
-            "start": (
-                "They were off from the first step: the initial biases are too negative, or the initial weights too "
-                "large"
-            ),
+            "start": "They were off from the first step: initial biases are too negative, or initial weights too large",
             "lr": (
                 "They died during training ({alive:%} were alive at first): a learning rate of {lr} is too high and "
                 "pushed the weights to where no input activates them"
@@ -201,7 +196,6 @@ class DeadUnits(Rule):
     """Step of the first of them."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at a reading of activations."""
         shares = step.tensors("activation/dead_fraction")
         if shares is None or step.fact("head/samples") < self.FEWEST:
             return None
@@ -231,8 +225,7 @@ class DeadUnits(Rule):
             expected={"dead": f"under {self.share:g}"},
             tensors=step.names(chosen[:MAX_NAMED]),
             since=0 if cause == "start" else None,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 
@@ -246,7 +239,7 @@ class UnchangedWeights(Rule):
     needs = ("grad/norm", "update/rms")
     reads = "tensors"
     holds = True
-    follows = ("schedule_over",)
+    follows = ("schedule_over", "dead_units", "lr_too_high")  # units that are off get no gradient to move on
     message = Message(
         name="Weights do not move",
         pattern="Weights have a gradient but stay exactly the same over many steps.",
@@ -293,7 +286,6 @@ class UnchangedWeights(Rule):
     """The highest level of the global norm: a run that has fitted everything has nothing left to move its weights."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires while weights with a gradient stay the same."""
         rms, norms = step.tensors("update/rms"), step.tensors("grad/norm")
         if rms is None or norms is None or not step.was_taken:
             return None
@@ -336,8 +328,7 @@ class UnchangedWeights(Rule):
             seen=seen,
             tensors=() if everything else step.names(chosen[:MAX_NAMED]),
             since=step.ago(lasted - 1),
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
 
@@ -415,7 +406,6 @@ class UpdateRatio(Rule):
     """Largest gradient norm so far."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings of weights while the ratio is unhealthy, and at any step if the learning rate is cut."""
         values = step.values
         lr, norm = values.get("lr", math.nan), values.get("grad/norm", math.nan)
         if step.number > 0 == step.history.steps_seen:
@@ -516,8 +506,7 @@ class UpdateRatio(Rule):
             text={"what": f"Updates are {share} of the weight norm in {where(names)} (healthy: {healthy})"},
             tensors=names,
             since=since,
-            causes=(cause,),
-            fixes=(cause,),
+            key=cause,
         )
 
     def _cut(self, step: Step, lr: float) -> Observation | None:
@@ -546,8 +535,7 @@ class UpdateRatio(Rule):
             expected={"ratio": f"over {percent(self.COLLAPSE)}"},
             text={"what": what},
             since=self.cut_at,
-            causes=("cut_lr",),
-            fixes=("cut_lr",),
+            key="cut_lr",
         )
 
 
@@ -581,7 +569,6 @@ class StrongDecay(Rule):
     """What decay adds to the first gradient, over that gradient; NaN if it is not added to gradients."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at readings of the weights."""
         weight, decay, lr = step.value("weight/norm"), step.info.weight_decay or 0.0, step.value("lr")
         if math.isnan(self.first):
             self.first = weight
@@ -617,20 +604,14 @@ class UpdateSpike(Rule):
         pattern="One step moves the weights far more than normal, although the gradient is ordinary.",
         title="Step {at} moved {where} {ratio}× as far as normal, with an ordinary gradient",
         causes={
-            "momentum": (
-                "The optimizer's momentum holds a bad step, or its second moment had become too small for the next "
-                "gradients"
-            ),
+            "momentum": "The optimizer's momentum holds a bad step, or its second moment was too small",
             "lingers": "The gradient of step {exploded} was far too large and is still in the optimizer's momentum",
             "lr": "The learning rate rose from {lr_before} to {lr}",
             "unread": "{unread} not read and may have had an unusual gradient",
             "outside": "Something else changed the weights: a checkpoint was loaded, or an average swapped in",
         },
         fixes={
-            "momentum": (
-                "Restore a checkpoint from before step {safe} and reset the optimizer state (momentum and second "
-                "moments)"
-            ),
+            "momentum": "Restore a checkpoint from before step {safe} and reset the optimizer's moments",
             "lingers": "Skip the batch of step {exploded}, or clip to a norm that would have cut its gradient",
             "lr": "Set the learning rate back from {lr} to {lr_before}, or raise it over a few hundred steps",
             "beta2": "Lower beta2 (0.95 instead of 0.999), so that Adam adapts sooner",
@@ -655,7 +636,6 @@ class UpdateSpike(Rule):
     """Highest baseline so far, as in `History.updates`: a step as long as those before is none too long."""
 
     def check(self, step: Step) -> Observation | None:
-        """Fires at every step that moves the weights too far."""
         lr, highest = step.value("lr"), self.highest_lr
         if step.norm_deviation[1] > 2 * self.GRADIENT_Z:
             self.exploded = step.number
