@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
@@ -41,7 +42,8 @@ from torch.nn import functional as F
 
 from gradvitals import optim
 from gradvitals.collect import schedule
-from gradvitals.collect.plain import PlainSteps
+from gradvitals.collect.optimizer_state import OptimizerState
+from gradvitals.collect.recorder import StepRecorder
 from gradvitals.collect.schedule import ReadSchedule
 from gradvitals.config import Config
 from gradvitals.demo import CharLM, CharLMConfig
@@ -310,7 +312,7 @@ class Task:
 
 
 class CostLog:
-    """What recording took on the training thread, step by step. Wraps what records, in this process.
+    """What recording took on the training thread, step by step. Wraps what the loop calls, in this process.
 
     Until it is `frozen`, schedules adapt, from the first step on: the default starts to do so only after a second of
     work.
@@ -321,41 +323,53 @@ class CostLog:
         self.costs: list[tuple[str, float]] = []
         """One of `KINDS`, and microseconds."""
         self.every = 0
-        self._plain = 0.0
+        self._spent = 0.0
+        self._step: tuple[str, float] | None = None
+        """The kind and the cost of the step, if the schedule was told."""
         schedule.FREE_SECONDS = 0.0
         schedule.YOUNG_STEPS = SETTLE_STEPS
-        for name in ("observe", "take_norms", "clip", "reach", "end_step"):
-            self._wrap(PlainSteps, name, self._time(ends=name == "end_step"))
-        self._wrap(ReadSchedule, "account", self._log)
-        self._wrap(ReadSchedule, "account_plain", lambda account, own, walls: not self.frozen and account(own, walls))
+        for name in ("observe", "on_total_norm", "on_clip"):
+            _wrap(StepRecorder, name, self._time)
+        _wrap(StepRecorder, "_hook_steps", self._hook_steps)
+        _wrap(ReadSchedule, "account", self._account)
+        _wrap(ReadSchedule, "account_plain", lambda account, own, walls: not self.frozen and account(own, walls))
 
-    @staticmethod
-    def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
+    def _time(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return original(*args, **options)
+        finally:
+            self._spent += time.perf_counter() - started
 
-        def wrapped(*args: Any, **options: Any) -> Any:
-            return around(original, *args, **options)
+    def _hook_steps(self, original: Callable[..., list[Any]], own: StepRecorder, state: OptimizerState) -> list[Any]:
+        before, after = handles = original(own, state)
+        hooks: Any = state.optimizer._optimizer_step_pre_hooks
+        hooks[before.id] = functools.wraps(hooks[before.id])(partial(self._time, hooks[before.id]))
+        hooks = state.optimizer._optimizer_step_post_hooks
+        hooks[after.id] = functools.wraps(hooks[after.id])(partial(self._end_step, hooks[after.id]))
+        return handles
 
-        setattr(owner, name, wrapped)
+    def _end_step(self, original: Callable[..., Any], *args: Any) -> None:
+        self._time(original, *args)
+        kind, seconds = self._step or ("plain", 0.0)
+        # A full reading has costs that no call of the loop shows: its hooks in backward.
+        self.costs.append((kind, 1e6 * (seconds if kind == "full" else self._spent)))
+        self._spent, self._step = 0.0, None
 
-    def _time(self, *, ends: bool) -> Callable[..., Any]:
-        def timed(original: Callable[..., Any], own: PlainSteps, *args: Any) -> Any:
-            started, norm_seconds = time.perf_counter(), own.norm_seconds
-            result = original(own, *args)
-            self._plain += time.perf_counter() - started
-            if ends:
-                if not norm_seconds:  # `account` is told of the others
-                    self.costs.append(("plain", 1e6 * self._plain))
-                self._plain = 0.0
-            return result
-
-        return timed
-
-    def _log(self, account: Callable[..., bool], own: ReadSchedule, *, full: bool, **costs: Any) -> bool:
-        kind = "full" if full else "norm" if costs["paid_norm"] else "plain"
-        self.costs.append((kind, 1e6 * costs["cost_seconds"]))
-        self.every, self._plain = own.every, 0.0
+    def _account(self, account: Callable[..., bool], own: ReadSchedule, *, full: bool, **costs: Any) -> bool:
+        self._step = "full" if full else "norm" if costs["paid_norm"] else "plain", costs["cost_seconds"]
+        self.every = own.every
         return not self.frozen and account(own, full=full, **costs)
+
+
+def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **options: Any) -> Any:
+        return around(original, *args, **options)
+
+    setattr(owner, name, wrapped)
 
 
 def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:

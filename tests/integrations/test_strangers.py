@@ -297,3 +297,22 @@ def test_an_optimizer_made_anew_at_every_step_is_the_finding(zero_code: Install,
         ids, last = {finding.id for finding in run.findings}, run.last_step
     assert ("optimizer_remade" in ids) == (lasts == 1)
     assert last == (2 if lasts == 1 else 79)
+
+
+def test_two_models_that_accumulate_in_turn_keep_their_own_losses(zero_code: Install) -> None:
+    watcher, models = zero_code(every=50), {"one": network(), "two": network()}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+    losses: list[float] = []
+    for _ in range(200):
+        for name, optimizer in optimizers.items():
+            optimizer.zero_grad()
+            parts = []
+            for _ in range(4):
+                loss = loss_of(models[name]) / 4
+                loss.backward()
+                parts.append(loss.item())
+            optimizer.step()
+            losses.append(sum(parts))
+    one, two = (run.series("loss")[1] for run in finished(watcher).values())
+    np.testing.assert_allclose(one, losses[::2], rtol=1e-5)
+    np.testing.assert_allclose(two, losses[1::2], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""PlainSteps: the step in progress as long as it goes like most steps of a run, which have no objects of their own.
+"""PlainRecorder: records the steps that go like most steps of a run, which have no objects of their own.
 
 This is the code that runs at nearly every step of a run, so calls are few here and everything is prepared before.
 """
@@ -17,18 +17,23 @@ from torch import Tensor, nn
 from gradvitals.collect import reductions
 from gradvitals.collect.backward import BackwardCounter
 from gradvitals.collect.observed import Observation
-from gradvitals.collect.ring import DeviceRing, HostRing
-from gradvitals.worker.record import CARRIED, CLIPPED, HAS_NORMS
+from gradvitals.collect.queues import DeviceQueue, HostQueue
+from gradvitals.worker.record import (
+    CARRIED,
+    CLIPPED,
+    HAS_LOSS,
+    HAS_NORMS,
+)
 
 
-class PlainSteps:
-    """Consecutive steps that go as plain steps do, one at a time. What does not is for `StepRecorder` to read.
+class PlainRecorder:
+    """Records consecutive plain steps, one at a time. What is not plain is for `StepRecorder` to read.
 
     Every method that returns False leaves the step as it was: the recorder then takes over what was kept so far.
 
     Args:
-        ring: Where the numbers of a step go.
-        rows: The row of each norm in the ring.
+        queue: Where the numbers of a step go.
+        rows: The row of each norm.
         parameters: Their parameters.
         backward: Counts the backward passes of the step.
         adds_up: Whether the loss of a step is the sum of what is observed instead of its mean.
@@ -36,15 +41,15 @@ class PlainSteps:
 
     def __init__(
         self,
-        ring: HostRing | DeviceRing,
+        queue: HostQueue | DeviceQueue,
         rows: Sequence[int],
         parameters: Sequence[nn.Parameter],
         backward: BackwardCounter,
         *,
         adds_up: bool,
     ) -> None:
-        self.ring = ring
         self.rows = rows
+        self._queue = queue
         self._parameters = parameters
         self._backward = backward
         self._adds_up = adds_up
@@ -70,34 +75,35 @@ class PlainSteps:
     def _start_step(self) -> None:
         self._reads_norm = next(self._planned, False)
         self.losses: list[Any] = []
-        """What the ring keeps of every observed loss."""
+        """What the queue keeps of every observed loss."""
         self.passes: list[int] = []
         """The backward passes before each of them."""
+        self.norms: Tensor | None = None
         self.read_at = -1
         """After how many backward passes the gradients were looked at."""
-        self.has_norms = self.clipped = False
         self.norm_seconds = 0.0
         """What it took to read norms that the loop did not compute itself."""
+        self.clipped = False
         self.max_norm: float | None = None
 
     def observe(self, loss: Tensor | float | None) -> bool:
         """Keep a loss of the step."""
         passes = self._backward.backwards
-        kept = self.ring.note_loss(loss) if passes else None
+        kept = self._queue.keep_loss(loss) if passes else None
         if kept is None:
+            return False
+        reads = self._reads_norm and self.read_at != passes and len(self.losses) + 1 >= self._reads_after
+        if reads and not self._read_norms(passes):
             return False
         self.losses.append(kept)
         self.passes.append(passes)
-        if not self._reads_norm or self.read_at == passes or len(self.losses) < self._reads_after:
-            return True
-        return self._read_norms(passes)
+        return True
 
     def observations(self) -> list[Observation]:
         """Returns what was observed so far, as a full record holds it."""
-        losses = [self.ring.loss_value(loss) for loss in self.losses]
-        if self._adds_up and losses:
-            return [Observation(sum(losses[1:], losses[0]), None, self.passes[-1])]
-        return [Observation(loss, None, passes) for loss, passes in zip(losses, self.passes, strict=True)]
+        if self._adds_up and self.losses:
+            return [Observation(sum(self.losses[1:], self.losses[0]), None, self.passes[-1])]
+        return [Observation(loss, None, passes) for loss, passes in zip(self.losses, self.passes, strict=True)]
 
     def take_norms(self, rows: Sequence[int], norms: Tensor | None) -> bool:
         """Keep norms that the loop computed, or compute them if it kept none."""
@@ -128,21 +134,23 @@ class PlainSteps:
         return not self._reads_norm or self.read_at == passes or self._read_norms(passes)
 
     def end_step(self, step: int, time: float, seconds: float, lr: float, batch_size: float | None, flags: int) -> None:
-        """Put the numbers of the step into the ring and start the next one."""
-        backward, losses = self._backward, self.losses
-        flags |= HAS_NORMS * self.has_norms | CLIPPED * self.clipped | CARRIED * backward.carried
+        """Put the numbers of the step into the queue and start the next one."""
+        backward, losses, norms = self._backward, self.losses, self.norms
+        flags |= HAS_LOSS * bool(losses) | HAS_NORMS * (norms is not None)
+        flags |= CLIPPED * self.clipped | CARRIED * backward.carried
         max_norm = math.nan if self.max_norm is None else self.max_norm
         size = math.nan if batch_size is None else batch_size
         share = 1.0 if self._adds_up or len(losses) < 2 else 1 / len(losses)
-        self.ring.put(losses, share, (step, time, seconds, lr, max_norm, size, flags, backward.backwards))
+        values = [step, time, seconds, math.nan, lr, max_norm, size, flags, backward.backwards]
+        self._queue.put(losses, share, norms, values)
         backward.reset()
         self.left -= 1
         self._start_step()
 
     def _keep(self, norms: Tensor, passes: int) -> bool:
-        if not self.ring.note_norms(norms):
+        if not self._queue.keeps_norms(norms):
             return False
-        self.read_at, self.has_norms = passes, True
+        self.norms, self.read_at = norms, passes
         return True
 
     @torch.no_grad()
@@ -156,6 +164,7 @@ class PlainSteps:
         if len(grads) != len(self._parameters):
             return False
         norms = torch.stack(list(reductions.norms(grads)))
-        kept = norms.dtype == torch.float32 and self._keep(norms, passes)
+        if norms.dtype != torch.float32 or not self._keep(norms, passes):
+            return False
         self.norm_seconds = perf_counter() - started
-        return kept
+        return True

@@ -34,8 +34,8 @@ from gradvitals.collect.optimizer_state import (
     columns,
 )
 from gradvitals.collect.parameters import ParameterTable
-from gradvitals.collect.plain import PlainSteps
-from gradvitals.collect.ring import DeviceRing, HostRing, WritePlain
+from gradvitals.collect.plain import PlainRecorder
+from gradvitals.collect.queues import DeviceQueue, HostQueue, WritePlain
 from gradvitals.collect.schedule import Due, ReadSchedule
 from gradvitals.collect.transfer import ReadingBuffer, Transfer
 from gradvitals.config import Config
@@ -46,6 +46,9 @@ from gradvitals.worker.record import ALTERNATING, Context, Part, StepRecord
 
 PLANNED_STEPS = 32
 """Steps that are planned together."""
+
+PLAN_SECONDS = 1.0
+"""Plain steps are planned for about this long at most."""
 
 
 class StepRecorder:
@@ -96,12 +99,13 @@ class StepRecorder:
         self.on_groups_end: Callable[[], None] | None = None
         self.table = table
         self.safe = SafeCall(self._failed, on_gpu=on_gpu)
-        self._is_captured: Callable[[], bool] = torch.cuda.is_current_stream_capturing if on_gpu else bool
+        never: Callable[[], bool] = bool  # calls no Python code and returns False
+        self._is_captured = torch.cuda.is_current_stream_capturing if on_gpu else never
         """Whether a CUDA graph is being captured, which must not capture anything of ours."""
         self._audit = Audit(table.model) if topology is not None and config.audit_every is not None else None
         self._order_known = False
         self.assumed_scaler: torch.amp.GradScaler | None = None
-        self.observes = 0
+        self._observes = 0
         self.observes_expected = math.inf  # known after the first step
         self.muted = False
         self.thread: int | None = None
@@ -117,10 +121,10 @@ class StepRecorder:
         self.context_changed = True
         self._deliver = deliver
         self.transfer = Transfer(self._hand_on if on_host else deliver, prepare, write_plain)
-        self._plain: PlainSteps | None = None
+        self._plain: PlainRecorder | None = None
         """The step in progress, if it has been plain so far."""
-        self._plain_steps: PlainSteps | None = None
-        """What all plain steps use, with its ring."""
+        self._plain_steps: PlainRecorder | None = None
+        """What records all plain steps."""
         self._losses_add_up = False
         self._alone = alone
         """Whether steps can be plain: one process, one optimizer."""
@@ -195,6 +199,8 @@ class StepRecorder:
 
     def _replan(self) -> None:
         """Apply a changed schedule from the next step on."""
+        if self._plain is not None:
+            self._plain.left = min(self._plain.left, 1)
         self._due_from, self._dues[:] = self.step, [self._due_at(self.step)]
         self.on_schedule_change()
 
@@ -206,7 +212,7 @@ class StepRecorder:
         state.micro.arm(radial=due.detail and "radial_gsnr" in self.config.metrics)
 
     def _new_draft(self) -> Draft:
-        self.observes = 0
+        self._observes = 0
         due = self._due_at(self.step)
         record = StepRecord(
             step=self.step,
@@ -239,16 +245,21 @@ class StepRecorder:
         self.step += 1
         self.draft = self._new_draft()
         self.transfer.add(record, draft.buffer)
-        if self._alone and self._can_be_plain():
-            self._begin_plain()
-            if self._plain is not None:
-                self.optimizers[0].changes.forget()  # plain steps do not sample the weights
         self._account(
             full=record.full,
             wall_seconds=record.wall_seconds,
             cost_seconds=self.safe.timer.take(),
             paid_norm=draft.paid_norm,
         )
+        if self._alone and self._can_be_plain():
+            self._begin_plain(record.wall_seconds)
+            if self._plain is not None:
+                self.optimizers[0].changes.forget()  # plain steps do not sample the weights
+
+    @property
+    def observes(self) -> int:
+        """How often the loop has observed a loss in this step."""
+        return self._observes if self._plain is None else len(self._plain.losses)
 
     # -- plain steps --------------------------------------------------------------------------------------------
 
@@ -269,6 +280,7 @@ class StepRecorder:
             or (state.micro is not None and state.micro.armed)
             or (inspection is not None and inspection.is_armed)
             or hasattr(state.optimizer, "found_inf")
+            or type(state.optimizer.param_groups[0].get("lr")) is not float
         ):
             return False
         rows = self._clip_order if state.expects_clip and self._clip_order else state.held
@@ -276,22 +288,27 @@ class StepRecorder:
             return False
         if self._plain_steps is None or rows is not self._plain_steps.rows:
             parameters = [self.table.parameters[row] for row in rows]
-            ring: HostRing | DeviceRing
+            queue: HostQueue | DeviceQueue
             if self._on_host:
-                ring = HostRing(rows, self._write_plain)
+                queue = HostQueue(rows, self._write_plain)
             else:
-                ring = DeviceRing(rows, parameters[0].device)
-                self.transfer.use(ring)
-            self._plain_steps = PlainSteps(ring, rows, parameters, state.backward, adds_up=self._losses_add_up)
+                queue = DeviceQueue(rows, parameters[0].device)
+                self.transfer.use(queue)
+            self._plain_steps = PlainRecorder(queue, rows, parameters, state.backward, adds_up=self._losses_add_up)
         return True
 
-    def _begin_plain(self) -> None:
-        """Start the coming steps as plain ones, up to the first at which anything else is due."""
+    def _begin_plain(self, seconds: float) -> None:
+        """Start the coming steps as plain ones, up to the first at which anything else is due, or for about a second.
+
+        Args:
+            seconds: What the last step took. The worker's messages are looked for when these steps are over.
+        """
         self._plain = None
         if self.count_nonfinite or self.guarded:
             return
-        self._due_at(self.step)
-        ahead = self._dues[self.step - self._due_from :]
+        first = self._due_at(self.step)
+        most = max(1, int(PLAN_SECONDS / seconds)) if seconds > 0 else PLANNED_STEPS
+        ahead = [first, *self._dues[self.step - self._due_from + 1 :]][:most]
         has_windows = bool(self.table.windows)
         others = (due.full or due.audit or due.change or (due.window and has_windows) for due in ahead)
         count = next((place for place, other in enumerate(others) if other), len(ahead))
@@ -311,22 +328,32 @@ class StepRecorder:
         self._plain = None
         self._account_plain()
         self.draft.record.step, self.draft.due = self.step, self._due_at(self.step)
-        self.observes = len(plain.losses)
+        self._observes = len(plain.losses)
         self.draft.observed.calls += plain.observations()
-        if plain.has_norms:
+        if plain.norms is not None:
             state.reading, state.read_at = ReadingBuffer(), plain.read_at
-            state.reading.add("norm", plain.ring.norms(), plain.rows)
+            state.reading.add("norm", plain.norms, plain.rows)
             self.draft.paid_norm = plain.norm_seconds > 0
         if plain.clipped:
             state.clipped = state.step.clipped = True
             self.draft.record.max_norm = state.loops_limit = plain.max_norm
 
-    def _fail_plain(self, error: Exception) -> None:
-        self._alone = False
-        self.safe.fail("plain", error)
+    def _plainly(self, work: Callable[..., bool], *args: Any) -> bool:
+        """Do a part of a plain step; returns whether that is all there is to do. Else the step is no longer plain."""
+        try:
+            if work(*args):
+                return True
+        except Exception as error:
+            self._alone = False
+            self.safe.fail("plain", error)
+        self.safe("leave", self._leave_plain)
+        return False
 
-    def _end_plain(self, plain: PlainSteps) -> bool:
+    def _end_plain(self, plain: PlainRecorder) -> bool:
         """The optimizer has stepped. Returns whether the step was a plain one to the end."""
+        if self._is_captured():
+            plain.forget_step()
+            return True
         state = self.optimizers[0]
         lr = state.optimizer.param_groups[0].get("lr")
         if type(lr) is not float:
@@ -337,21 +364,24 @@ class StepRecorder:
         norm_seconds = plain.norm_seconds
         plain.end_step(self.step, wall, seconds, lr, self.batch_size, ALTERNATING * self._alternating.is_game)
         self.step += 1
-        if norm_seconds:
-            self._account_plain()
-            self._account(full=False, wall_seconds=seconds, cost_seconds=norm_seconds, paid_norm=True)
-        else:
-            self._walls.append(seconds)
-        if not self._on_host:
-            self.transfer.note_time(wall)
-        if not plain.left:
-            self._continue_plain()
+        try:  # an error from here on must not end the step again
+            if norm_seconds:
+                self._account_plain()
+                self._account(full=False, wall_seconds=seconds, cost_seconds=norm_seconds, paid_norm=True)
+            else:
+                self._walls.append(seconds)
+            if not self._on_host:
+                self.transfer.note_time(wall)
+            if not plain.left:
+                self._continue_plain(seconds)
+        except Exception as error:
+            self.safe.fail("step", error)
         return True
 
-    def _continue_plain(self) -> None:
-        """The steps that were planned as plain ones are over."""
+    def _continue_plain(self, seconds: float) -> None:
+        """The steps that were planned as plain ones are over. The last one took this long."""
         self._account_plain()
-        self._begin_plain()
+        self._begin_plain(seconds)
         if self._plain is None:
             self._prepare(self.optimizers[0], self._due_at(self.step), self.step)
             self.draft = self._new_draft()
@@ -432,7 +462,7 @@ class StepRecorder:
 
     def read_every_step(self) -> None:
         """From now on, read every step and deliver it on its own, because a Guard acts on it."""
-        self.safe("plain", self._leave_plain)
+        self.safe("leave", self._leave_plain)
         self._dues.clear()
         self.schedule.every_step = self.transfer.each_step = True
 
@@ -445,7 +475,7 @@ class StepRecorder:
         alone = len(self.optimizers) == 1  # with several, each of them reports it
         norms = state.forget_reading(passes)
         if not any(one.stepped for one in self.optimizers):
-            self.observes = self.draft.observed.give_up(passes if alone else math.inf, surely and alone)
+            self._observes = self.draft.observed.give_up(passes if alone else math.inf, surely and alone)
             self.safe("norms given up", self.draft.observed.lose_norms, norms if surely and alone else [])
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -478,12 +508,8 @@ class StepRecorder:
         if self.muted:
             return
         plain = self._plain
-        if plain is not None and batch_size is None:
-            try:
-                if self._is_captured() or plain.observe(loss):
-                    return
-            except Exception as error:
-                self._fail_plain(error)
+        if plain is not None and batch_size is None and (self._is_captured() or self._plainly(plain.observe, loss)):
+            return
         self.safe("observe", self._note, loss, batch_size)
 
     def add_up_losses(self) -> None:
@@ -528,7 +554,7 @@ class StepRecorder:
                 again, fresh = again or state.stepped, fresh or not state.stepped
         if again and not fresh:
             self.finish()  # an optimizer that stepped continues on its own
-        self.observes += 1
+        self._observes += 1
         self.draft.observed.note(loss, batch_size, passes)
         for state in states:
             if state.expects_clip or not state.is_fresh or not state.is_stale(self.observes):
@@ -547,12 +573,8 @@ class StepRecorder:
         if self.muted or threading.get_ident() != self.thread:
             return
         plain = self._plain
-        if plain is not None:
-            try:
-                if plain.take_norms(self._rows_of(grads), joined):
-                    return
-            except Exception as error:
-                self._fail_plain(error)
+        if plain is not None and self._plainly(plain.take_norms, self._rows_of(grads), joined):
+            return
         self.safe("clip", self._on_total_norm, grads, norms, joined)
 
     def _on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
@@ -584,12 +606,9 @@ class StepRecorder:
         if self.muted or not parameters:
             return
         plain = self._plain
-        if plain is not None and self.thread == threading.get_ident():
-            try:
-                if id(parameters[0]) in self.optimizers[0].members and plain.clip(max_norm):
-                    return
-            except Exception as error:
-                self._fail_plain(error)
+        is_own = self.thread == threading.get_ident() and id(parameters[0]) in self.optimizers[0].members
+        if plain is not None and is_own and self._plainly(plain.clip, max_norm):
+            return
         ours = [one for one in self.optimizers if not one.members.isdisjoint(map(id, parameters))]
         if ours:
             self.thread = threading.get_ident()
@@ -619,7 +638,7 @@ class StepRecorder:
 
     def before_scaler_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Read now at the latest: the scaler may skip the optimizer's step and its hooks."""
-        self.safe("plain", self._leave_plain)
+        self.safe("leave", self._leave_plain)
         for state in self.optimizers:
             if state.optimizer is optimizer:
                 state.scaler = scaler
@@ -635,7 +654,7 @@ class StepRecorder:
 
     def on_divided(self, parameters: Sequence[Tensor], factor: float) -> None:
         """A pipeline divided the gradients by the number of micro-batches: divide the micro-batches as well."""
-        self.safe("plain", self._leave_plain)
+        self.safe("leave", self._leave_plain)
         for state in self.optimizers:
             if not state.members.isdisjoint(map(id, parameters)):
                 state.step.divided *= factor
@@ -656,12 +675,9 @@ class StepRecorder:
             closure = hooks.closure_of(args, kwargs) if kwargs or len(args) > 1 else None
             plain = self._plain
             if plain is not None:
-                try:
-                    if closure is None and plain.reach():
-                        return None
-                except Exception as error:
-                    self._fail_plain(error)
-                self.safe("plain", self._leave_plain)
+                if closure is None and self._plainly(plain.reach):
+                    return None
+                self.safe("leave", self._leave_plain)
             if closure is None:
                 if not state.in_scaler_step and (state.stepped or not state.arrived):
                     self.safe("read", self._reach_alone, state)
@@ -686,16 +702,8 @@ class StepRecorder:
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             state.in_scaler_step = False
             plain = self._plain
-            if plain is not None:
-                try:
-                    if self._is_captured():
-                        plain.forget_step()
-                        return
-                    if self._end_plain(plain):
-                        return
-                except Exception as error:
-                    self._fail_plain(error)
-                self.safe("plain", self._leave_plain)
+            if plain is not None and self._plainly(self._end_plain, plain):
+                return
             if state.reads_update(self.draft.due):
                 self.safe("after", state.after_update, self.draft)
             else:
@@ -790,7 +798,7 @@ class StepRecorder:
 
     def arrive(self, optimizer: torch.optim.Optimizer) -> StepInputs | None:
         """Read what this optimizer is about to step with; its own hook then does not read again."""
-        self.safe("plain", self._leave_plain)
+        self.safe("leave", self._leave_plain)
         state = self._state_of(optimizer)
         if not self.guarded:
             self.guarded = True
@@ -806,7 +814,7 @@ class StepRecorder:
 
     def skip_step(self, optimizer: torch.optim.Optimizer) -> None:
         """This optimizer's step will not be made."""
-        self.safe("plain", self._leave_plain)
+        self.safe("leave", self._leave_plain)
         state = self._state_of(optimizer)
         state.in_scaler_step = False
         self.draft.record.skipped = True
@@ -825,7 +833,7 @@ class StepRecorder:
 
     def close(self) -> None:
         """Deliver a step in progress that some optimizer has made, and remove every hook."""
-        self.safe("plain", self._leave_plain)
+        self.safe("leave", self._leave_plain)
         if any(state.stepped for state in self.optimizers):
             self.safe("step", self.finish)
         self.safe("observe", self.draft.observed.check_end)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradvitals.collect.ring import RING_STEPS, DeviceRing, PlainBlock, WritePlain
+from gradvitals.collect.queues import QUEUE_STEPS, DeviceQueue, PlainBlock, WritePlain
 from gradvitals.worker.record import Part, StepRecord
 
 SEND_SECONDS = 0.25
@@ -108,10 +108,10 @@ class _Copy:
 
     Args:
         steps: Each with the number of plain steps before it.
-        ring: Holds the plain steps among them.
+        queue: Holds the plain steps among them.
     """
 
-    def __init__(self, steps: Sequence[tuple[StepRecord, ReadingBuffer, int]], ring: DeviceRing | None) -> None:
+    def __init__(self, steps: Sequence[tuple[StepRecord, ReadingBuffer, int]], queue: DeviceQueue | None) -> None:
         self.steps = steps
         self.plain: tuple[PlainBlock, Tensor] | None = None
         """The plain steps among them, and their numbers."""
@@ -121,8 +121,8 @@ class _Copy:
         for device in devices:
             flat, places = self._joined(device)
             self._arrays.append((self._to_host(flat), places))
-        if ring is not None and ring.count:
-            block, numbers = ring.take()
+        if queue is not None and queue.count:
+            block, numbers = queue.take()
             self.plain = (block, self._to_host(numbers))
 
     @torch.no_grad()
@@ -197,30 +197,30 @@ class Transfer:
         self._write_plain = write_plain
         self.each_step = False
         """Whether to send every step on its own, because a Guard acts on it."""
-        self._ring: DeviceRing | None = None
+        self._queue: DeviceQueue | None = None
         self._waiting: list[tuple[StepRecord, ReadingBuffer, int]] = []
         self._copies: deque[_Copy] = deque()
         self._sent_at = 0.0
 
-    def use(self, ring: DeviceRing) -> None:
-        """Take plain steps from this ring from now on."""
+    def use(self, queue: DeviceQueue) -> None:
+        """Take plain steps from this queue from now on."""
         self.send()
-        self._ring = ring
+        self._queue = queue
 
     def add(self, record: StepRecord, buffer: ReadingBuffer) -> None:
         """Add a finished step. Delivers it at once if its numbers are in host memory and nothing waits."""
-        before = self._ring.count if self._ring is not None else 0
+        before = self._queue.count if self._queue is not None else 0
         if not self._waiting and not self._copies and not before and buffer.is_on_host:
             self._deliver(record, buffer.host_parts())
             return
         self._waiting.append((record, buffer, before))
-        if record.full or self.each_step or len(self._waiting) >= RING_STEPS:
+        if record.full or self.each_step or len(self._waiting) >= QUEUE_STEPS:
             self.send()
         self.note_time(record.time)
 
     def note_time(self, time: float) -> None:
-        """Send what has waited long enough or fills the ring, and deliver what has arrived."""
-        if time - self._sent_at >= SEND_SECONDS or (self._ring is not None and self._ring.is_full):
+        """Send what has waited long enough or fills the queue, and deliver what has arrived."""
+        if time - self._sent_at >= SEND_SECONDS or (self._queue is not None and self._queue.is_full):
             self.send(time)
         if self._copies:
             self.poll()
@@ -229,9 +229,9 @@ class Transfer:
         """Start to copy waiting steps."""
         if time is not None:
             self._sent_at = time
-        if self._waiting or (self._ring is not None and self._ring.count):
+        if self._waiting or (self._queue is not None and self._queue.count):
             waiting, self._waiting = self._waiting, []
-            self._copies.append(_Copy(waiting, self._ring))
+            self._copies.append(_Copy(waiting, self._queue))
 
     def poll(self) -> None:
         """Deliver the steps that have arrived. Never waits."""
