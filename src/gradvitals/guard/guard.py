@@ -367,8 +367,8 @@ class GuardLoop:
         """Whether some of the step in progress was skipped, dropped by a rollback or a trial, skipped by a GradScaler,
         or was a spike that was not skipped."""
         self._ended = True
-        self._uncounted = -1
-        """The last step that turned out not to count."""
+        self._uncounted = set[int]()
+        """Steps that turned out not to count."""
         self._spikes = SpikeMemory()
         self._nonfinite, self._last_nonfinite, self._tried = 0, -2, False
         """Steps in a row that were not finite, the last of them, and whether a rollback was tried since they began."""
@@ -568,8 +568,8 @@ class GuardLoop:
 
     def _uncount(self, step: int) -> None:
         """This step does not count; several optimizers may report the same one."""
-        if step != self._uncounted:
-            self._uncounted = step
+        if step not in self._uncounted:
+            self._uncounted.add(step)
             self.step -= 1
 
     def _judge(
