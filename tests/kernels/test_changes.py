@@ -89,7 +89,7 @@ def read(one: Changes) -> dict[str, torch.Tensor]:
     def deliver(_: StepRecord, parts: list[Part]) -> None:
         found.update({name: in_rows(*part) for name, *part in parts})
 
-    transfer = Transfer(deliver, lambda *_: None)
+    transfer = Transfer(deliver, lambda step: None, lambda data, count: None)
     transfer.add(StepRecord(step=1), buffer)
     transfer.finish(10.0)
     return found
