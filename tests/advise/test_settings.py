@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from gradvitals.advise.record import far_above
 from gradvitals.diagnose import RULES
 from gradvitals.report.report import Checks, Report
 from gradvitals.store.reader import open_run
-from gradvitals.types import Action, Finding
+from gradvitals.types import Action, Finding, Fix
 
 
 def lr(step: int) -> float:
@@ -76,6 +77,18 @@ def test_an_unstable_run_gets_no_higher_rate(tmp_path: Path, name: str) -> None:
     assert f"not stable: about {name}" in advice.answer
     lower = advised(tmp_path / "high", lr=lr, ratio=lambda step: 0.5, findings=unstable).learning_rate
     assert lower.values["proposed"] == pytest.approx(1e-4)
+
+
+def test_a_rate_that_the_doctor_calls_too_high_is_not_kept(tmp_path: Path) -> None:
+    found = replace(warning("lr_too_high"), fixes=(Fix("lower it", {"lr": 2e-6}),))
+    advice = advised(tmp_path / "open", lr=lr, ratio=lambda step: 5e-3, findings=[found]).learning_rate
+    assert advice.values["proposed"] == pytest.approx(2e-6)
+    assert advice.answer.startswith("Lower the learning rate from ")
+    assert "about lr_too_high" in advice.answer
+    over = replace(found, last_step=50)
+    assert (
+        advised(tmp_path / "over", lr=lr, ratio=lambda step: 5e-3, findings=[over]).learning_rate.answer[:4] == "Keep"
+    )
 
 
 @pytest.mark.parametrize("name", ["stale_gradients", "unchanged_weights"])

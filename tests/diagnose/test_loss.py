@@ -133,6 +133,17 @@ def test_a_noisy_loss_that_rose_far_over_its_start_stays_found() -> None:
     assert finding.last_step is None
 
 
+def test_a_loss_that_comes_down_from_far_over_its_start_is_not_over_before_it_is_back() -> None:
+    run = healthy_run(600)
+    run.values["lr"][150:] *= 1000
+    run.values["loss"][152:] += np.geomspace(5000, 40, 448)
+    finding = only(run.findings("loss_rising"))
+    assert (finding.severity, finding.last_step) == ("critical", None)
+    assert "learning rate rose" in finding.causes[0]
+    run.values["loss"][300:] = 0.6  # it is back
+    assert only(run.findings("loss_rising")).last_step is not None
+
+
 def test_a_learning_rate_that_rose_is_to_blame() -> None:
     run = healthy_run()
     run.values["lr"][245:] *= 10

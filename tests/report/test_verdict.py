@@ -44,6 +44,10 @@ def test_a_resolved_spike_reads_differently_from_an_open_one() -> None:
     )
 
 
+def test_a_verdict_shows_its_headline_in_a_shell() -> None:
+    assert repr(verdict(found("critical"))).startswith("<Verdict Unhealthy: 1,000 steps, 1 open finding")
+
+
 @pytest.mark.parametrize(
     ("first_step", "tail"),
     [(5, "at step 5 (ongoing when the run ended)."), (50, "at step 5 (since step 50, ongoing when the run ended).")],

@@ -10,6 +10,7 @@ import numpy as np
 from gradvitals.advise.advice import Advice, CannotTell, Confidence, Figure, advises_on
 from gradvitals.advise.record import TROUBLE, Record
 from gradvitals.format import number, percent
+from gradvitals.types import Finding, Fix
 
 NAMES = ("lr", "proposed", "ratio", "low", "high", "factor")
 
@@ -52,6 +53,9 @@ def advise_learning_rate(record: Record) -> Advice:
     text += f"{percent(high)})"
     values = {"ratio": ratio, "low": low, "high": high, "readings": len(middle)}
     figure = Figure(text=text, values=values, first_step=int(middle.steps[0]), last_step=int(middle.steps[-1]))
+    lowered = _lowered_by_doctor(record, peak)
+    if lowered is not None:  # weights that have grown hide how far a step moves them
+        proposed, factor = lowered[1], lowered[1] / peak
     unstable = next((one for one in record.findings if one.id in UNSTABLE and one.severity != "info"), None)
     if factor > 1 and unstable is not None:
         raise CannotTell(f"updates are small, but the run was not stable: {unstable.title}", [figure])
@@ -59,7 +63,7 @@ def advise_learning_rate(record: Record) -> Advice:
     clear = len(middle) >= SURE_READINGS and not (low <= LEAST <= high or low <= MOST <= high)
     confidence: Confidence = "fair" if clear else "low"
     return Advice(
-        answer=_answer(peak, proposed, ratio),
+        answer=_answer(peak, proposed, ratio) if lowered is None else _as_doctor(peak, *lowered),
         confidence=confidence,
         because=f"{len(middle)} readings in the middle of the run; the healthy update size differs between models",
         values={"lr": peak, "proposed": proposed, "ratio": ratio, "low": low, "high": high, "factor": factor},
@@ -74,6 +78,22 @@ def _answer(peak: float, proposed: float | None, ratio: float) -> str:
         return f"Keep the learning rate of {number(peak)}: {size}."
     verb = "Raise" if proposed > peak else "Lower"
     return f"{verb} the learning rate from {number(peak)} to {number(proposed)}: {size} ({percent(TARGET)} is typical)."
+
+
+def _lowered_by_doctor(record: Record, peak: float) -> tuple[Finding, float] | None:
+    """Returns the first finding that is open and asks for a lower rate, and that rate."""
+    for finding in record.findings:
+        if finding.severity == "info" or finding.last_step is not None:
+            continue
+        for fix in finding.fixes:
+            rate = fix.change.get("lr") if isinstance(fix, Fix) else None
+            if isinstance(rate, (int, float)) and 0 < rate < peak:
+                return finding, float(rate)
+    return None
+
+
+def _as_doctor(peak: float, finding: Finding, proposed: float) -> str:
+    return f"Lower the learning rate from {number(peak)} to about {number(proposed)}: {finding.title}."
 
 
 def _notes(record: Record, factor: float) -> Iterator[str]:

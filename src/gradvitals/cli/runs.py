@@ -296,6 +296,8 @@ def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) 
     listening = bind(host, port)
     url, tunnel = addresses(listening)
     click.echo(f"{url} shows the runs in {chosen}; Ctrl-C stops it")
+    if folder is None and chosen != Path("runs") and Path("runs").exists():
+        click.echo("Runs in runs/ are not shown; gradvitals serve . shows both")
     click.echo(f"From another machine:  {tunnel}")
     if open_browser:
         import webbrowser

@@ -119,7 +119,7 @@ class RankedFinding:
         return {**self.finding.to_json(), **own}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Verdict:
     """How a run is, in one word and in one line. Prints itself, and displays itself in a notebook.
 
@@ -224,6 +224,9 @@ class Verdict:
         cause = f"Likely cause: {self.cause}" if self.cause else ""
         fix = f"Fix: {self.fix}" if self.fix else ""
         return "\n".join(map(clean, filter(None, (self.headline, cause, fix, self.checked))))
+
+    def __repr__(self) -> str:
+        return f"<Verdict {clean(self.headline)}>"
 
     def _repr_html_(self) -> str:
         from gradvitals.report.notebook import verdict_html

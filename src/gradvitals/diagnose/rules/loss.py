@@ -346,7 +346,9 @@ class LossRising(Rule):
             if -fell < self.CLEAR * error:  # the level is not new
                 self.high = 0
                 return None
-            self.limit, self.useless = (now + best) / 2, False
+            # A loss far above that of an untrained model is no measure of what must be regained.
+            worst = max(self.start, 2 * abs(best)) if math.isfinite(self.start) else now
+            self.limit, self.useless = (min(now, worst) + best) / 2, False
             self._explain(step, now, best, best_step)
         severity: Severity = "critical" if now > self.start and self.high >= self.WINDOW else "warning"
         if self.cause == "data":
