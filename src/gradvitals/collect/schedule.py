@@ -27,7 +27,7 @@ NORM_EVERY = (1, 2, 5, 10, 20, 50)
 DEFAULT_SHARE = 0.005
 """The default of `Config.overhead_budget`: the share of a run's time for readings, besides plain steps."""
 
-FREE_SECONDS = 0.1
+FREE_SECONDS = 0.05
 """Time for readings before the default budget applies: a short run of a small model is read completely."""
 
 WARM_UP_STEPS = 10

@@ -531,6 +531,7 @@ class Vanishing(Rule):
     LAYERS = 2  # layers in a row, from the input on
     PATIENCE = 20  # steps in a row
     FALLEN = 0.5  # the loss counts as high until it has fallen to this share of what it was at the start
+    CONVERGED = 1e-6  # the loss, as a share of the first ones, at which training is over
 
     absolute: float = 0.0
     """Also fire if the global norm is under this, e.g. 1e-5."""
@@ -570,9 +571,11 @@ class Vanishing(Rule):
             self.low_for, self.earlier = 1, weakest
         return self._observe(step, gone, below, weakest) if self.low_for >= self.PATIENCE else None
 
-    def _observe(self, step: Step, gone: bool, below: int, weakest: float) -> Observation:
+    def _observe(self, step: Step, gone: bool, below: int, weakest: float) -> Observation | None:
         recent, start = step.history["loss"].last(10), float(np.mean(step.first_losses or [math.nan]))
         loss = float(np.median(recent)) if len(recent) else math.nan
+        if gone and 0 <= loss < self.CONVERGED * start:
+            return None  # there is nothing left to learn
         names = [info.name for info in step.layout.tensors if info.depth < below and not info.frozen and not gone]
         norm, layer, since = step.value("grad/norm"), "every layer", step.ago(self.low_for - 1)
         what = f"Gradients vanished: the global norm is {number(norm)}"
