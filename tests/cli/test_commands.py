@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -428,7 +429,11 @@ def ask(folder: Path, *calls: tuple[str, dict[str, Any]]) -> tuple[list[Any], li
             tools = (await client.list_tools()).tools
             return tools, [await client.call_tool(name, arguments) for name, arguments in calls]
 
-    return asyncio.run(asyncio.wait_for(talk(), 60))
+    async def talk_in_time() -> Any:
+        return await asyncio.wait_for(talk(), 60)
+
+    with ThreadPoolExecutor(1) as thread:  # a browser of another test may keep a loop running in this one
+        return thread.submit(asyncio.run, talk_in_time()).result()
 
 
 def content(answer: Any) -> Any:

@@ -56,6 +56,27 @@ def test_runs_part_where_one_changes_for_good(tmp_path: Path, change: float) -> 
     assert part.step == 250
 
 
+def test_curves_that_were_apart_and_met_again_are_not_called_noise(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    wild = lambda step: float(np.exp(rng.normal())) * 300 * 0.97**step if step < 150 else 0.0  # noqa: E731
+    found = gv.diff(write(tmp_path / "a", falling), write(tmp_path / "b", lambda step: falling(step) + wild(step)))
+    part = found.curve("loss")
+    assert part is not None
+    assert part.step is None
+    assert part.apart is not None
+    assert part.apart[0] <= 3
+    assert 100 <= part.apart[1] <= 150
+    assert "The losses are apart from step " in str(found)
+    assert "and meet again: " in str(found)
+
+
+def test_the_last_few_steps_are_not_for_good(tmp_path: Path) -> None:
+    b = write(tmp_path / "b", lambda step: falling(step) + (0.5 if step >= 396 else 0.0))
+    part = gv.diff(write(tmp_path / "a", falling), b).curve("loss")
+    assert part is not None
+    assert part.step is None
+
+
 def test_a_passing_spike_is_no_parting(tmp_path: Path) -> None:
     b = write(tmp_path / "b", lambda step: falling(step) + (50.0 if 100 <= step < 103 else 0.0))
     part = gv.diff(write(tmp_path / "a", falling), b).curve("loss")

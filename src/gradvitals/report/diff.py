@@ -32,6 +32,8 @@ SAME = 1e-6
 """Relative difference under which two numbers are the same."""
 METRICS = {"loss": "losses", "grad/norm": "gradient norms", "lr": "learning rates"}
 MAX_SETTINGS = 20
+NAMES = {"extra.program": "script", "extra.model": "model"}
+"""What settings are called that `gradvitals run` keeps."""
 IGNORED = ("config.quiet", "config.worker", "config.extra", "extra.command")
 """Settings that say nothing about training."""
 
@@ -53,6 +55,8 @@ class CurveDiff:
     """The first step at which the raw numbers differ; None if they never do."""
     layer: str | None = None
     """The layer whose gradient norm this is."""
+    apart: tuple[int, int] | None = None
+    """If the curves do not stay apart: the first and last step of the longest stretch in which they were."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +209,7 @@ def _curve(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = 
     there = slice(at, at + width) if separated else slice(-width, None)
     differ = np.flatnonzero(~_same(a, b))
     last = max(1, len(steps) // FINAL_SHARE)
+    stretch = None if separated else _longest_apart(a, b)
     return CurveDiff(
         metric=metric,
         step=int(steps[at]) if separated else None,
@@ -214,31 +219,59 @@ def _curve(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = 
         final_b=_median(b[-last:]),
         first_difference=int(steps[differ[0]]) if differ.size else None,
         layer=layer,
+        apart=None if stretch is None else (int(steps[stretch[0]]), int(steps[stretch[1]])),
     )
 
 
 def _separation(a: Floats, b: Floats) -> tuple[int, int]:
     """Returns the place from which two curves stay apart by more than their noise, and the width of the smoothing."""
-    width = int(np.clip(len(a) // WINDOW_SHARE, *WINDOW)) | 1
-    changes = np.diff((a - b)[np.isfinite(a - b)])
-    noise = float(1.4826 * np.median(np.abs(changes)) / np.sqrt(2)) if changes.size else 0.0
-    smooth = _beyond(_smooth(a, width), _smooth(b, width), NOISE * noise / np.sqrt(width))
-    together = np.flatnonzero(~smooth)
+    apart, raw, width = _apart(a, b)
+    together, same = np.flatnonzero(~apart), _same(a, b)
     at = int(together[-1]) + 1 if together.size else 0
     # Smoothing shifts a sudden change by up to half a window: the raw numbers show where it was.
-    raw, same = _beyond(a, b, NOISE * noise), _same(a, b)
     while at < len(a) and same[at]:
         at += 1
     while 0 < at < len(a) and raw[at - 1]:
         at -= 1
+    if len(a) - at < width and np.isfinite(a[at:]).all() and np.isfinite(b[at:]).all():
+        at = len(a)  # too few steps to call it for good
     return at, width
 
 
-def _beyond(a: Floats, b: Floats, noise: float) -> Any:
-    """Returns where two curves differ by more than their noise, or where only one of them is finite."""
+def _longest_apart(a: Floats, b: Floats) -> tuple[int, int] | None:
+    """Returns the first and the last place of the longest stretch in which two curves are apart, if it is no noise."""
+    apart, _, width = _apart(a, b)
+    ends = np.flatnonzero(np.diff(np.concatenate(([0], apart.astype(int), [0]))))
+    if not len(ends):
+        return None
+    starts, stops = ends[::2], ends[1::2]
+    longest = int((stops - starts).argmax())
+    return (int(starts[longest]), int(stops[longest]) - 1) if stops[longest] - starts[longest] >= width else None
+
+
+def _apart(a: Floats, b: Floats) -> tuple[Any, Any, int]:
+    """Returns where the smoothed curves are apart, where the raw ones are, and the width of the smoothing.
+
+    Noise grows with what it is noise of, so positive curves are compared by their logarithms.
+    """
+    width = int(np.clip(len(a) // WINDOW_SHARE, *WINDOW)) | 1
+    known = np.isfinite(a) & np.isfinite(b)
+    if (np.minimum(a, b)[known] > 0).all():
+        with np.errstate(divide="ignore", invalid="ignore"):
+            a, b = np.log(a), np.log(b)
+        share = np.full(len(a), SHARE)
+    else:
+        share = SHARE * np.maximum(np.abs(a), np.abs(b))
+    changes = np.diff((a - b)[known])
+    noise = float(1.4826 * np.median(np.abs(changes)) / np.sqrt(2)) if changes.size else 0.0
+    smooth = _beyond(_smooth(a, width), _smooth(b, width), np.maximum(NOISE * noise / np.sqrt(width), share))
+    return smooth, _beyond(a, b, np.maximum(NOISE * noise, share)), width
+
+
+def _beyond(a: Floats, b: Floats, least: Floats) -> Any:
+    """Returns where two curves differ by more than `least`, or where only one of them is finite."""
     with np.errstate(invalid="ignore"):
-        gap = np.abs(a - b)
-        apart = (gap > noise) & (gap > SHARE * np.maximum(np.abs(a), np.abs(b)))
+        apart = np.abs(a - b) > least
     return np.where(np.isfinite(a) & np.isfinite(b), apart, np.isfinite(a) != np.isfinite(b)) & ~_same(a, b)
 
 
@@ -281,7 +314,7 @@ def _recorded(run: Run) -> dict[str, Any]:
     found["ranks"] = num_ranks(meta)
     found |= _flat("", meta.get("facts")) | _flat("extra.", meta.get("extra")) | _flat("config.", meta.get("config"))
     found["torch"] = meta.get("torch")
-    return found
+    return {NAMES.get(name, name): value for name, value in found.items()}
 
 
 def _flat(prefix: str, content: Any) -> dict[str, Any]:
@@ -299,7 +332,10 @@ def _describe(curve: CurveDiff) -> Iterator[str]:
     if curve.first_difference is None:
         yield f"{names} are the same at every step."
         return
-    if curve.step is None:
+    if curve.apart is not None:
+        begin, end = curve.apart
+        yield f"{names} are apart from step {begin:,} to {end:,} and meet again: {there} at the end."
+    elif curve.step is None:
         yield f"{names} differ from step {curve.first_difference:,} on, but only within their noise."
     elif curve.step == curve.first_difference:
         yield f"{names} diverge for good at step {curve.step:,}: {there}."
