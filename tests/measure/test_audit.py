@@ -376,3 +376,12 @@ def test_compiled_models_are_left_alone() -> None:
         compiled(data).sum().backward()
     assert len(graphs) == 1  # a hook that comes and goes compiles nothing anew
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (2, 0), (2, 3)])
+def test_what_an_audit_remembers_survives_a_checkpoint_also_before_the_first_one(shape: tuple[int, int]) -> None:
+    memory, restored = checksum.Memory(), checksum.Memory()
+    memory.samples = np.arange(shape[0] * shape[1], dtype=np.uint64).reshape(shape)
+    restored.load_state_dict(memory.state_dict())
+    assert restored.samples.shape == shape
+    np.testing.assert_array_equal(restored.samples, memory.samples)

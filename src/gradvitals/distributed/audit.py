@@ -463,7 +463,9 @@ class Memory:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`."""
         self.rng_equal = bool(state["rng_equal"])
-        self.samples = np.array(state["samples"], dtype=np.uint64).reshape(len(state["samples"]), -1)
+        samples = state["samples"]
+        width = len(samples[0]) if samples else 0  # nothing is known before the first audit
+        self.samples = np.array(samples, dtype=np.uint64).reshape(len(samples), width)
 
 
 @dataclass(frozen=True)
