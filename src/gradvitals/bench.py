@@ -325,7 +325,7 @@ class CostLog:
         self.every = 0
         self._spent = 0.0
         self._step: tuple[str, float] | None = None
-        """The kind and the cost of the step, if the schedule was told."""
+        """The kind and the cost of the step, if it was accounted for."""
         schedule.FREE_SECONDS = 0.0
         schedule.YOUNG_STEPS = SETTLE_STEPS
         for name in ("observe", "on_total_norm", "on_clip"):

@@ -1,4 +1,4 @@
-"""Alerts: messages about findings that open, at a pace that a person can bear, while training goes on."""
+"""Alerts: messages about new findings, limited in number, sent without delaying training."""
 
 from __future__ import annotations
 
