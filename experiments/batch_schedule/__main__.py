@@ -24,6 +24,7 @@ from benchmarks.runs import append_line, read_lines
 from experiments import grid
 from experiments.batch_schedule.training import Trial, train
 from experiments.parallel import Workers
+from experiments.scale_adaptation.figures import Panel, Trace, draw
 from gradvitals.bench import markdown_table
 
 COMMAND = "python -m experiments.batch_schedule"
@@ -46,6 +47,7 @@ Line = Mapping[str, Any]
 @click.option("--seeds", type=int, default=3, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default="runs/batch_schedule.jsonl", show_default=True)
 @click.option("--report", type=click.Path(path_type=Path, exists=True), help="Print the tables of this file only.")
+@click.option("--figure", type=click.Path(path_type=Path, dir_okay=False), help="Draw the result into this SVG file.")
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Stop then; the same command goes on later.")
 @click.option("--quick", is_flag=True, help="A tiny model on the demo's text; keeps nothing.")
 @click.option("--compile/--no-compile", "compiled", default=None, help="Compile the blocks; the default on a GPU.")
@@ -61,6 +63,7 @@ def main(
     seeds: int,
     out: Path,
     report: Path | None,
+    figure: Path | None,
     time_limit: float | None,
     quick: bool,
     compiled: bool | None,
@@ -70,7 +73,7 @@ def main(
 ) -> None:
     """Tune a fixed batch for a fixed number of tokens, then let the batch grow from there with the noise scale."""
     if report is not None:
-        print_result(summarize(read_lines(report, dict, COMMAND)), as_json, format_summary)
+        _print(read_lines(report, dict, COMMAND), figure, as_json)
         return
     device = pick_device("cpu" if quick and device == "auto" else device)
     if quick:
@@ -88,7 +91,14 @@ def main(
     )
     with progress_bar() as progress, Workers(workers, time_limit) as pool:
         lines = run(start, seeds, None if quick else out, pool, progress)
-    print_result(summarize(lines), as_json, format_summary)
+    _print(lines, figure, as_json)
+
+
+def _print(lines: Sequence[Line], figure: Path | None, as_json: bool) -> None:
+    summary = summarize(lines)
+    if figure is not None:
+        draw_figure(summary, figure)
+    print_result(summary, as_json, format_summary)
 
 
 def run(start: Trial, seeds: int, out: Path | None, pool: Workers, progress: Progress) -> list[Line]:
@@ -174,9 +184,24 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
             | {"seeds": len(some), "loss": loss, "error": error, "apart": apart, "apart_error": apart_error}
             | {"steps": steps, "fewer": 1 - steps / of_base}
             | {"growth": [some[seed]["growth"] for seed in sorted(some)]}
+            | {"points": [(some[seed]["steps"], some[seed]["loss"]) for seed in sorted(some)]}
             | {"reached": name != "fixed" and apart <= apart_error and 1 - steps / of_base >= BAR}
         )
     return {"sweep": sweep, "arms": rows, "parameters": next((one["parameters"] for one in lines), None)}
+
+
+def draw_figure(summary: Mapping[str, Any], path: Path) -> None:
+    """Draw the held-out loss against the optimizer steps: of every seed of the arms, and of the sweep."""
+    arms = Panel(title="arms, three seeds", x_name="optimizer steps", y_name="held-out loss (nats per byte)")
+    for color, one in enumerate(summary["arms"]):
+        steps, losses = zip(*one["points"], strict=True)
+        arms.traces.append(Trace(name=f"{one['arm']} {one['batch']}", x=steps, y=losses, color=color))
+    sweep = Panel(title="sweep of fixed batches", x_name="learning rate", y_name=arms.y_name, x_log=True)
+    for color, batch in enumerate(sorted({one["batch"] for one in summary["sweep"]})):
+        some = [one for one in summary["sweep"] if one["batch"] == batch]
+        rates, losses = [one["lr"] for one in some], [one["loss"] for one in some]
+        sweep.traces.append(Trace(name=f"batch {batch}", x=rates, y=losses, line=True, color=color))
+    draw([arms, sweep], "Batches that follow the noise scale, and fixed ones", path)
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:

@@ -92,7 +92,7 @@ def train(trial: Trial) -> dict[str, Any]:
         config = Config(tensor_every=5, detail_every=1000, overhead_budget=1, quiet=True, sources=("microbatch",))
         monitor = watch(model, optimizer, run=Path(folder) / "run", config=config) if follows else None
         schedule = None
-        parts = max(2, trial.batch // MICRO_BATCH)
+        parts = max(2 if follows else 1, trial.batch // MICRO_BATCH)  # the noise scale needs two
         if monitor is not None:
             schedule = BatchSizeScheduler(
                 monitor,

@@ -23,6 +23,7 @@ from benchmarks.runs import append_line, read_lines
 from experiments import grid
 from experiments.batch_schedule.__main__ import mean_and_error
 from experiments.parallel import Workers
+from experiments.scale_adaptation.figures import Panel, Trace, draw
 from experiments.shrinkage.training import ARMS, Trial, train
 from gradvitals.bench import markdown_table
 
@@ -37,15 +38,19 @@ STARTS = {
 }
 """Where the critical batch is measured; sweeps begin at this rate, times the root of the batch."""
 LARGEST = {"text": 128, "images": 512}
-"""Largest batch that counts as the critical one: 16 times as much has to leave some steps."""
+"""Largest batch that counts as the critical one: 16 times as much has to fit into the time there is."""
+MIN_STEPS = 200
+"""Fewest steps of a training: large batches get more samples, since a few steps say nothing."""
 Line = Mapping[str, Any]
 
 
 @click.command(cls=Command)
 @click.option("--data", type=click.Path(path_type=Path, file_okay=False), help="Folder with the books and cifar10/.")
+@click.option("--task", "tasks", type=click.Choice(list(STARTS)), multiple=True, help="Only this task; repeatable.")
 @click.option("--seeds", type=int, default=3, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), default="runs/shrinkage.jsonl", show_default=True)
 @click.option("--report", type=click.Path(path_type=Path, exists=True), help="Print the tables of this file only.")
+@click.option("--figure", type=click.Path(path_type=Path, dir_okay=False), help="Draw the result into this SVG file.")
 @click.option("--time-limit", type=float, metavar="SECONDS", help="Stop then; the same command goes on later.")
 @click.option("--quick", is_flag=True, help="Tiny models on drawn data; keeps nothing.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Trainings at once.")
@@ -54,9 +59,11 @@ Line = Mapping[str, Any]
 @json_option
 def main(
     data: Path | None,
+    tasks: tuple[str, ...],
     seeds: int,
     out: Path,
     report: Path | None,
+    figure: Path | None,
     time_limit: float | None,
     quick: bool,
     workers: int,
@@ -66,16 +73,24 @@ def main(
 ) -> None:
     """Measure the critical batch of two tasks, then sweep every arm at 1, 4 and 16 times that, and add fresh seeds."""
     if report is not None:
-        print_result(summarize(read_lines(report, dict, COMMAND)), as_json, format_summary)
+        _print(read_lines(report, dict, COMMAND), figure, as_json)
         return
     device = pick_device("cpu" if quick and device == "auto" else device)
     starts = [replace(start, data=data, device=device, graphs=graphs) for start in STARTS.values()]
+    starts = [start for start in starts if not tasks or start.task in tasks]
     if quick:
         seeds = 2
         starts = [replace(start, data=None, samples=256, batch=8, small=True) for start in starts]
     with progress_bar() as progress, Workers(workers, time_limit) as pool:
         lines = run(starts, seeds, None if quick else out, pool, progress)
-    print_result(summarize(lines), as_json, format_summary)
+    _print(lines, figure, as_json)
+
+
+def _print(lines: Sequence[Line], figure: Path | None, as_json: bool) -> None:
+    summary = summarize(lines)
+    if figure is not None:
+        draw_figure(summary, figure)
+    print_result(summary, as_json, format_summary)
 
 
 def run(starts: Sequence[Trial], seeds: int, out: Path | None, pool: Workers, progress: Progress) -> list[Line]:
@@ -101,7 +116,8 @@ def run(starts: Sequence[Trial], seeds: int, out: Path | None, pool: Workers, pr
         size = critical_batch(scale, LARGEST[start.task])
         for times in TIMES:
             lr = start.lr * math.sqrt(times * size / start.batch)
-            groups += [replace(start, arm=arm, batch=times * size, lr=lr) for arm in ARMS]
+            samples = start.samples if start.small else max(start.samples, MIN_STEPS * times * size)
+            groups += [replace(start, arm=arm, batch=times * size, lr=lr, samples=samples) for arm in ARMS]
 
     def tried(group: Trial) -> dict[grid.Point, float]:
         return {
@@ -178,6 +194,24 @@ def summarize(lines: Sequence[Line]) -> dict[str, Any]:
     ]
     trials = sum(one["phase"] == "sweep" for one in lines)
     return {"critical": critical, "rows": rows, "won": won, "sweep": trials}
+
+
+def draw_figure(summary: Mapping[str, Any], path: Path) -> None:
+    """Draw what each arm gains over the base, in % of its score, with two standard errors to each side."""
+    panels = []
+    for task in summary["critical"]:
+        panel = Panel(title=task, x_name="batch", y_name="gain over base (%)", x_log=True, y_marks=(0.0,))
+        base = {one["batch"]: one["score"] for one in summary["rows"] if (one["task"], one["arm"]) == (task, "base")}
+        for color, arm in enumerate(ARMS[1:]):
+            some = [one for one in summary["rows"] if (one["task"], one["arm"]) == (task, arm)]
+            for place, one in enumerate(some):
+                ends = [one["gain"] + side * 2 * one["gain_error"] for side in (-1, 0, 1)]
+                x = one["batch"] * 1.15 ** (color - 1)  # beside each other
+                y = [100 * end / base[one["batch"]] for end in ends]
+                panel.traces.append(Trace(name="" if place else arm, x=[x] * 3, y=y, line=True, color=color))
+                panel.traces.append(Trace(name="", x=[x], y=[y[1]], color=color))
+        panels.append(panel)
+    draw(panels, "What shrinkage by signal gains over a tuned baseline", path)
 
 
 def format_summary(summary: Mapping[str, Any]) -> str:
