@@ -56,7 +56,7 @@ PLANTS: dict[str, tuple[object, str, set[str], set[str]]] = {
     ),
     "window": (window.SlidingWindow, "push", GRAD | WEIGHT, {"microbatch", "adam"}),
     "moments": (moments.MomentSums, "add", GRAD | WEIGHT, {"microbatch"}),
-    "update before": (updates.UpdateNorms, "before", GRAD, {"microbatch", "adam"}),
+    "update before": (updates.Changes, "before_step", GRAD, {"microbatch", "adam"}),
     "micro-batch hook": (microbatch.MicrobatchSums, "_incoming", GRAD | WEIGHT, {"adam"}),
     "micro-batch end": (microbatch.MicrobatchSums, "finish", GRAD | WEIGHT, {"adam"}),
     "interpreting micro-batches": (aggregation.Aggregator, "_from_parts", GRAD | WEIGHT, {"adam"}),

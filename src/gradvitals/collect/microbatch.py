@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradvitals.collect import reductions
-from gradvitals.collect.parameters import HeadView
+from gradvitals.collect.parameters import HeadView, without_graph
 from gradvitals.collect.reductions import FusedReducer
 from gradvitals.collect.schedule import CostTimer
 from gradvitals.collect.transfer import ReadingBuffer
@@ -249,7 +249,7 @@ class MicrobatchSums:
         if is_summand(parameter.grad, parameter):
             self._take_summand(row, parameter.grad, engine_run)
         else:
-            self._hold(row, local_like(parameter.grad, parameter).detach(), engine_run)
+            self._hold(row, without_graph(local_like(parameter.grad, parameter)), engine_run)
             self._pending_bytes = 0  # .grad stays in memory anyway
 
     def _settle(self, drafts: Sequence[int], summands: Sequence[int]) -> None:

@@ -20,10 +20,10 @@ from gradvitals.collect.microbatch import MicrobatchSums, add_heads
 from gradvitals.collect.moments import FactorSums, MomentSums, VitalSums, unavailable_reason
 from gradvitals.collect.observed import Observed
 from gradvitals.collect.parameters import HeadView, ParameterTable
-from gradvitals.collect.reductions import FUSED, REDUCTIONS, FusedReducer
+from gradvitals.collect.reductions import FUSED, REDUCTIONS, SAMPLE_ELEMENTS, FusedReducer
 from gradvitals.collect.schedule import CostTimer, Due
 from gradvitals.collect.transfer import EXACT, Known, ReadingBuffer
-from gradvitals.collect.updates import Changes, UpdateNorms
+from gradvitals.collect.updates import Changes
 from gradvitals.config import Config
 from gradvitals.distributed.fsdp import parts_of
 from gradvitals.distributed.shards import local
@@ -167,8 +167,10 @@ class OptimizerState:
         self.table = table
         self.safe = safe
         self.backward = BackwardCounter(self._discarded)
-        self.updates = UpdateNorms()
         self.changes = Changes()
+        """Changes of the weights, at the steps that read anything of them."""
+        self.updates = Changes("update", SAMPLE_ELEMENTS)
+        """The same with more coordinates, for the norms of single tensors in full readings."""
         self.wanted = sums_of(config.metrics)
         """The sums that the chosen metrics are made of."""
         self.fused = FusedReducer()
@@ -227,13 +229,14 @@ class OptimizerState:
             return
         self.rows, self.parameters = rows, parameters
         self.row_set, self.members = set(rows), set(map(id, parameters))
-        self.held = [row for row in rows if table.tensor(row).numel()]  # a shard may be empty
+        self.held = [row for row in rows if local(table.parameters[row]).numel()]  # a shard may be empty
         held = [table.parameters[row] for row in self.held]
         kinds = {(type(local(p)), p.device, p.dtype) for p in held}
         self._one_device = len({p.device for p in parameters}) <= 1
         self._dense = held if len(kinds) == 1 and not table.is_spread and not table.has_sparse else None
         dense = [row for row in self.held if row not in table.looked_up]
         self.changes.follow(dense, [table.parameters[row] for row in dense], [table.weight(row) for row in dense])
+        self.updates.follow(self.held, held)
         self._assign_microbatches()
         self.vitals.follow(self.held, held, table.heads)
         if self.factors is None and "vrgd/mean" in self.config.metrics:
@@ -497,7 +500,7 @@ class OptimizerState:
         if due.change and "update" in self.wanted:
             self.changes.before_step()
             if due.full and not self.vitals.expected:
-                self.updates.before(self.held, self.table.tensors(self.held))
+                self.updates.before_step()
 
     def _lower_limit(self, own: float) -> float:
         """Returns the lower limit of two clips: the loop may clip gradients before the optimizer does."""
@@ -558,7 +561,9 @@ class OptimizerState:
         if rows and "weight" in self.wanted:
             self.add_norms(draft.buffer, "weight", rows)
         if "update" in self.wanted and not reported:
-            self.fractions = self.updates.after(draft.buffer, self.table.tensors(rows))
+            self.updates.add(draft.buffer)
+            self.updates.forget()
+            self.fractions = self.updates.shares
 
     def close(self) -> None:
         """Remove all hooks."""

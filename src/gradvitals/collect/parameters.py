@@ -287,6 +287,11 @@ def _first_count(owners: Sequence[Any], names: Sequence[str]) -> int:
     return 0
 
 
+def without_graph(grad: Tensor) -> Tensor:
+    """Returns a gradient detached from its own graph, which it has after `backward(create_graph=True)`."""
+    return grad.detach() if grad.requires_grad else grad
+
+
 class ParameterTable:
     """The watched parameters of a model. A row keeps its number; new ones are appended."""
 
@@ -346,29 +351,23 @@ class ParameterTable:
         self._describe()
         self._open_windows()
 
-    def tensor(self, row: int) -> Tensor:
-        """Returns this rank's part of a parameter."""
-        return local(self.parameters[row]).detach()
-
     def tensors(self, rows: Iterable[int]) -> list[Tensor]:
-        """Returns this rank's parts of these parameters."""
-        if self.is_spread:
-            return [self.tensor(row) for row in rows]
+        """Returns this rank's parts of these parameters, to be read without gradients."""
         parameters = self.parameters
-        return [parameters[row].detach() for row in rows]
+        return [local(parameters[row]) for row in rows] if self.is_spread else [parameters[row] for row in rows]
 
     def gradient(self, row: int) -> Tensor | None:
         """Returns this rank's part of a parameter's gradient; None if it has none."""
         if row in self._summed:
             return self._summed[row]
         grad = self.parameters[row].grad
-        return None if grad is None else local(grad).detach()
+        return None if grad is None else without_graph(local(grad))
 
     def gradients(self, rows: Iterable[int]) -> list[tuple[int, Tensor]]:
         """Returns the gradients of these rows that have one, each with its row."""
         if not (self.is_spread or self._summed):
             parameters = self.parameters
-            return [(row, grad.detach()) for row in rows if (grad := parameters[row].grad) is not None]
+            return [(row, without_graph(grad)) for row in rows if (grad := parameters[row].grad) is not None]
         return [(row, grad) for row in rows if (grad := self.gradient(row)) is not None]
 
     def lay_out(self, rows: Sequence[int]) -> None:

@@ -45,8 +45,12 @@ class ReadingBuffer:
 
     def add(self, name: str, values: Tensor, rows: Sequence[int] = (0,)) -> None:
         """Add a tensor with one number per row. A name may be added more than once."""
-        parts = self._parts.setdefault(values.device, [])
-        parts.append((name, rows, [values] if values.dim() == 0 else values.detach().reshape(-1)))
+        part: Tensor | list[Tensor] = values
+        if values.dim() == 0:
+            part = [values]
+        elif values.dim() > 1 or values.requires_grad:
+            part = values.detach().reshape(-1)
+        self._parts.setdefault(values.device, []).append((name, rows, part))
 
     def add_each(self, name: str, numbers: Sequence[Tensor], rows: Sequence[int]) -> None:
         """Add 0-d tensors of one device and dtype, one per row."""

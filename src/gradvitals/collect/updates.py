@@ -17,15 +17,15 @@ from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import local, placements
 
 COORDINATES = 64
-"""Coordinates sampled per tensor, evenly spread."""
+"""Coordinates sampled per tensor, evenly spread, if the sum over all tensors counts."""
 
 
 class _Group:
     """Tensors of one device and dtype, read by torch."""
 
-    def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
+    def __init__(self, rows: list[int], tensors: list[Tensor], most: int) -> None:
         self.rows = rows
-        self.views = [reductions.flat(t)[:: reductions.sample_stride(t, COORDINATES)] for t in tensors]
+        self.views = [reductions.flat(t)[:: reductions.sample_stride(t, most)] for t in tensors]
         self.lengths = [view.numel() for view in self.views]
         self._lengths = torch.tensor(self.lengths).to(tensors[0].device, non_blocking=True)
         self.before = self.gather()
@@ -38,22 +38,22 @@ class _Group:
     def look(self) -> None:
         self.before, self.last = self.gather(), None
 
-    def add(self, buffer: ReadingBuffer) -> None:
+    def add(self, buffer: ReadingBuffer, name: str) -> None:
         now = self.gather()
         change = now - self.before
         sums = torch.segment_reduce(change.square(), "sum", lengths=self._lengths, axis=0, unsafe=True)
-        buffer.add("change", sums, self.rows)
+        buffer.add(name, sums, self.rows)
         if self.last is not None:
-            buffer.add("change_dot", torch.dot(change, self.last), self.rows[:1])
+            buffer.add(f"{name}_dot", torch.dot(change, self.last), self.rows[:1])
         self.before, self.last = now, change
 
 
 class _HostGroup:
     """Tensors in host memory: numpy gathers strided views many times faster than torch."""
 
-    def __init__(self, rows: list[int], tensors: list[Tensor]) -> None:
+    def __init__(self, rows: list[int], tensors: list[Tensor], most: int) -> None:
         self.rows = rows
-        self.views = [reductions.flat(t).numpy()[:: reductions.sample_stride(t, COORDINATES)] for t in tensors]
+        self.views = [reductions.flat(t).numpy()[:: reductions.sample_stride(t, most)] for t in tensors]
         self.lengths = [len(view) for view in self.views]
         self._starts = np.cumsum([0, *self.lengths[:-1]])
         self._before = np.concatenate(self.views)
@@ -62,64 +62,75 @@ class _HostGroup:
     def look(self) -> None:
         self._before, self._earlier = np.concatenate(self.views), None
 
-    def add(self, buffer: ReadingBuffer) -> None:
+    def add(self, buffer: ReadingBuffer, name: str) -> None:
         now = np.concatenate(self.views)
-        buffer.add_later(partial(_compared, self.rows, self._starts, now, self._before, self._earlier))
+        buffer.add_later(partial(_compared, name, self.rows, self._starts, now, self._before, self._earlier))
         self._before, self._earlier = now, self._before
 
 
 def _compared(
-    rows: list[int], starts: NDArray[Any], now: NDArray[Any], before: NDArray[Any], earlier: NDArray[Any] | None
+    name: str,
+    rows: list[int],
+    starts: NDArray[Any],
+    now: NDArray[Any],
+    before: NDArray[Any],
+    earlier: NDArray[Any] | None,
 ) -> list[tuple[str, list[int], NDArray[Any]]]:
     """Returns the squared change of each row's coordinates, and its inner product with the previous change."""
     with np.errstate(all="ignore"):  # weights may be non-finite
         change = now - before
-        compared = [("change", rows, np.add.reduceat(change * change, starts))]
+        compared = [(name, rows, np.add.reduceat(change * change, starts, dtype=np.float64))]
         if earlier is not None:
             last = before - earlier
-            compared.append(("change_dot", rows[:1], (change @ last).reshape(1)))
+            compared.append((f"{name}_dot", rows[:1], (change @ last).reshape(1)))
     return compared
 
 
 class _KernelGroup:
     """Tensors on a GPU, read in one launch: torch takes a large part of a millisecond to join many strided views."""
 
-    def __init__(self, rows: list[int], tensors: list[Tensor], reader: Any) -> None:
+    def __init__(self, rows: list[int], tensors: list[Tensor], most: int, reader: Any) -> None:
         self.rows = rows
-        strides = [reductions.sample_stride(t, COORDINATES) for t in tensors]
+        strides = [reductions.sample_stride(t, most) for t in tensors]
         self.lengths = [-(-t.numel() // stride) for t, stride in zip(tensors, strides, strict=True)]
-        self._reader = reader.ChangeReader([reductions.flat(t) for t in tensors], strides, COORDINATES)
+        self._reader = reader.ChangeReader([reductions.flat(t) for t in tensors], strides, most)
         self._has_last = False
 
     def look(self) -> None:
         self._reader.look()
         self._has_last = False
 
-    def add(self, buffer: ReadingBuffer) -> None:
+    def add(self, buffer: ReadingBuffer, name: str) -> None:
         squares, products = self._reader.look().unbind(0)
-        buffer.add("change", squares, self.rows)
+        buffer.add(name, squares, self.rows)
         if self._has_last:
-            buffer.add("change_dot", products, self.rows)
+            buffer.add(f"{name}_dot", products, self.rows)
         self._has_last = True
 
 
 Group = _Group | _HostGroup | _KernelGroup
 
 
-def _group(rows: list[int], tensors: list[Tensor]) -> Group:
+def _group(rows: list[int], tensors: list[Tensor], most: int) -> Group:
     if all(map(kernels.usable, tensors)) and (reader := kernels.ready("reductions")) is not None:
         try:
-            return _KernelGroup(rows, tensors, reader)
+            return _KernelGroup(rows, tensors, most, reader)
         except Exception as error:
             kernels.give_up("reductions", error, "changes of weights are read by torch")
     on_host = tensors[0].device.type == "cpu" and tensors[0].dtype in (torch.float32, torch.float64)
-    return _HostGroup(rows, tensors) if on_host else _Group(rows, tensors)
+    return _HostGroup(rows, tensors, most) if on_host else _Group(rows, tensors, most)
 
 
 class Changes:
-    """Follows sampled coordinates of one optimizer's parameters from step to step."""
+    """Follows sampled coordinates of one optimizer's parameters from step to step.
 
-    def __init__(self) -> None:
+    Args:
+        name: Of the sums of squared changes.
+        most: Most coordinates per tensor.
+    """
+
+    def __init__(self, name: str = "change", most: int = COORDINATES) -> None:
+        self._name, self._most = name, most
         self.shares: dict[int, float] = {}
         """The share of each row, of what this rank has of it, that is read."""
         self._rows: list[int] = []
@@ -159,7 +170,7 @@ class Changes:
         for weight in dict.fromkeys(self._weights):
             alike = [p for p, other in enumerate(self._weights) if other == weight]
             rows, tensors = [self._rows[p] for p in alike], [local(self._parameters[p]).detach() for p in alike]
-            self._groups += [_group(*group) for group in reductions.by_device_and_dtype(rows, tensors)]
+            self._groups += [_group(*group, self._most) for group in reductions.by_device_and_dtype(rows, tensors)]
         sizes = {row: local(parameter).numel() for row, parameter in zip(self._rows, self._parameters, strict=True)}
         self.shares = {
             row: n / sizes[row] for group in self._groups for row, n in zip(group.rows, group.lengths, strict=True)
@@ -170,7 +181,7 @@ class Changes:
         if self._groups is None or not self._is_known or self._moved():
             return
         for group in self._groups:
-            group.add(buffer)
+            group.add(buffer, self._name)
 
     def _where(self) -> list[int]:
         tensors = map(local, self._parameters) if self._are_spread else self._parameters
@@ -178,31 +189,3 @@ class Changes:
 
     def _moved(self) -> bool:
         return self._where() != self._addresses  # the loop has replaced the storage of a parameter
-
-
-class UpdateNorms:
-    """Samples one optimizer's parameters before its step and measures their change after it."""
-
-    def __init__(self) -> None:
-        self._samplers: tuple[tuple[int, ...], list[tuple[reductions.Sampler, list[int]]]] | None = None
-        self._before: list[Tensor] = []
-
-    @torch.no_grad()
-    def before(self, rows: Sequence[int], parameters: Sequence[Tensor]) -> None:
-        """Remember a sample of the weights."""
-        if self._samplers is None or self._samplers[0] != tuple(rows):
-            self._samplers = (tuple(rows), reductions.samplers(rows, parameters))
-        self._before = [sampler.gather([parameters[p] for p in chosen]) for sampler, chosen in self._samplers[1]]
-
-    @torch.no_grad()
-    def after(self, buffer: ReadingBuffer, parameters: Sequence[Tensor]) -> dict[int, float]:
-        """Put sums of squared changes into the buffer; returns the share of each tensor that they cover."""
-        fractions: dict[int, float] = {}
-        if self._samplers is None:
-            return fractions
-        for (sampler, chosen), before in zip(self._samplers[1], self._before, strict=True):
-            change = sampler.gather([parameters[p] for p in chosen]) - before
-            buffer.add("update", sampler.sums(change.square()), sampler.rows)
-            fractions.update(zip(sampler.rows, sampler.fractions, strict=True))
-        self._before = []
-        return fractions

@@ -302,7 +302,7 @@ class ChangeReader:
                 number,
                 KIND=KINDS[self._tensors[0].dtype],
                 COORDINATES=self._coordinates,
-                num_warps=1,
+                num_warps=max(1, self._coordinates // 512),
             )
         return sums
 
