@@ -70,18 +70,7 @@ def bench() -> None:
 )
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown tables.")
 @json_option
-def overhead(
-    device: str,
-    workloads: tuple[str, ...],
-    variants: tuple[str, ...],
-    compiled: bool,
-    steps: int,
-    rounds: int,
-    threads: int | None,
-    keep_memory: bool,
-    as_markdown: bool,
-    as_json: bool,
-) -> None:
+def overhead(as_markdown: bool, as_json: bool, **options: Any) -> None:
     """Time watched steps against bare steps of the same training loop.
 
     Each variant runs in its own process, a few steps at a time in turn, and each round starts new processes. "bare
@@ -99,18 +88,9 @@ def overhead(
 
     if as_json and as_markdown:
         raise click.UsageError("got --json and --markdown; expected one of them")
-    with _clean_end(), _progress() as progress:
-        result = run_overhead(
-            device=device,
-            workloads=workloads or None,
-            variants=variants or None,
-            steps=steps,
-            rounds=rounds,
-            progress=progress,
-            compiled=compiled,
-            threads=threads,
-            keeps_memory=keep_memory,
-        )
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # end the processes that are stopped too
+    with _progress() as progress:
+        result = run_overhead(progress=progress, **options)
     if as_json:
         print_json(result)
     elif as_markdown:
@@ -124,29 +104,20 @@ def _print_tables(result: dict[str, Any]) -> None:
     from rich import box
     from rich.table import Table
 
-    from gradvitals.bench import COLUMNS, describe_workload, headline, notes, table_rows
+    from gradvitals.bench import describe_workload, headline, notes, table_rows
 
     screen = console()
-    shown = [place for place, name in enumerate(COLUMNS) if name not in ("quartiles", "by means", "CPU time")]
     screen.print(headline(result))
     for found in result["workloads"]:
+        rows = table_rows(found)
+        shown = [name for name in rows[0] if name not in ("quartiles", "by means", "CPU time")]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for place in shown:
-            table.add_column(COLUMNS[place], justify="right" if place else "left", no_wrap=True)
-        for row in table_rows(found)[1:]:
-            table.add_row(*(row[place] for place in shown))
+        for name in shown:
+            table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[name] for name in shown))
         screen.print()
         screen.print(describe_workload(found), table, *notes(found), sep="\n")
-
-
-@contextmanager
-def _clean_end() -> Iterator[None]:
-    """Have SIGTERM end the processes too: those that are stopped do not end by themselves."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
