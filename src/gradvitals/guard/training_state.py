@@ -34,10 +34,6 @@ DATA_FORMS = (
     "functions (get, set)"
 )
 
-Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]
-"""Shapes and dtypes by name, of whole tensors if they are sharded."""
-
-
 class SnapshotError(GradvitalsError):
     """A snapshot cannot be written, read, or restored."""
 
@@ -96,7 +92,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and dtypes by name."""
+    """Shapes and dtypes by name, of whole tensors if they are sharded."""
     return {
         name: ((tensor if placements(tensor) else dense(tensor)).shape, tensor.dtype)
         for name, tensor in tensors.items()
@@ -130,13 +126,8 @@ class TrainingState:
         scaler: Any = None,
         data: Any = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
         self.model = unwrapped(model)
         self.optimizers, self.schedulers, self.scaler = _as_list(optimizers), _as_list(schedulers), scaler
-        for one in self.optimizers:
-            if not isinstance(one, torch.optim.Optimizer):
-                raise TypeError(f"an optimizer is a {type(one).__name__}; expected a torch.optim.Optimizer")
         for one in self.schedulers:
             _expect_state(one, "scheduler", "a learning-rate scheduler with state_dict and load_state_dict")
         if scaler is not None:
@@ -231,7 +222,7 @@ class TrainingState:
             "data": ["a position"] if self._get_position is not None else [],
         }
 
-    def check_fit(self, plain: Mapping[str, Any], sizes: Sizes, where: str) -> None:
+    def check_fit(self, plain: Mapping[str, Any], where: str) -> None:
         """Raise a `SnapshotError` that names the differences if a snapshot does not fit."""
         problems = [
             f"{part}: the snapshot has {_shown(plain['parts'][part])}, this run has {_shown(live)}"
@@ -239,7 +230,7 @@ class TrainingState:
             if plain["parts"][part] != live
         ]
         here = sizes_of(self.tensors())
-        there = {name: size for name, size in sizes.items() if name.startswith(("parameter/", "buffer/"))}
+        there = {name: size for name, size in plain["sizes"].items() if name.startswith(("parameter/", "buffer/"))}
         if missing := [name for name in here if name not in there]:
             problems.append(f"not in the snapshot: {_shown(missing)}")
         if unknown := [name for name in there if name not in here]:
@@ -253,7 +244,7 @@ class TrainingState:
                 "optimizers, schedulers, scaler and data as they were when it was taken, or use another folder."
             )
 
-    def sharded_like(self, plain: Mapping[str, Any], sizes: Sizes) -> dict[str, Tensor]:
+    def sharded_like(self, plain: Mapping[str, Any]) -> dict[str, Tensor]:
         """For each tensor of a snapshot that is sharded here, a live tensor that is sharded in the same way."""
         parameters = self.parameters()
         found = {name: tensor for name, tensor in self.tensors().items() if placements(tensor)}
@@ -261,11 +252,9 @@ class TrainingState:
             for name, shape in state.items():
                 owner = parameters.get(name)
                 if owner is not None and placements(owner):  # moments are sharded as their parameter is
-                    found |= {
-                        ref.name: owner
-                        for ref in refs(shape)
-                        if sizes[ref.name][0] == owner.shape and (ref.sharded or owner.dim())
-                    }
+                    for ref in refs(shape):
+                        if plain["sizes"][ref.name][0] == owner.shape and (ref.sharded or owner.dim()):
+                            found[ref.name] = owner
         return found
 
     def restore(self, plain: Mapping[str, Any], copies: Mapping[str, Tensor], *, position: bool) -> None:
