@@ -155,25 +155,26 @@ def _mean(losses: Sequence[Tensor | float], device: torch.device) -> Tensor:
 # -- deciding on the device --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DeviceResult:
-    """A step that was decided on the device, as the host reads it later."""
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What the host knows of a step when it judges it: at once, or later if the device has decided it."""
 
     step: int
     limit: float
     """Limit of the norm at that step."""
-    clipping: bool
-    """Whether gradients were multiplied by `factor`; not in a dry run or with a spent budget."""
     norm: float
     loss: float
-    skipped: bool
-    scaler_skipped: bool
-    factor: float
-    """What clipping left of the gradient."""
-    streak: float
-    """Spikes in a row, this one included."""
     surprise: float
     """Of the buffers."""
+    factor: float
+    """What clipping leaves of the gradient."""
+    clipping: bool | None = None
+    """Whether the device has multiplied gradients by `factor`; None if the host decides."""
+    skipped: bool | None = None
+    """Whether the device has skipped the step; None if the host decides."""
+    scaler_skipped: bool = False
+    streak: float = 0.0
+    """Spikes in a row that the device has seen, this one included."""
 
 
 class DeviceCheck:
@@ -212,7 +213,7 @@ class DeviceCheck:
             here = host
         self._pending.append((step, limit, clipping, here, event))
 
-    def results(self, now: int | None = None) -> list[DeviceResult]:
+    def results(self, now: int | None = None) -> list[StepResult]:
         """The results to read before step `now`; all of them for None."""
         found = []
         while self._pending and (now is None or self._pending[0][0] <= now - LAG):
@@ -236,13 +237,12 @@ class DeviceCheck:
 SENT = ("norm", "loss", "skipped", "scaler_skipped", "factor", "streak", "surprise")
 
 
-def _result(step: int, limit: float, clipping: bool, values: Tensor, event: torch.cuda.Event | None) -> DeviceResult:
+def _result(step: int, limit: float, clipping: bool, values: Tensor, event: torch.cuda.Event | None) -> StepResult:
     if event is not None:
         event.synchronize()
     sent = dict(zip(SENT, values.tolist(), strict=True))
-    for name in ("skipped", "scaler_skipped"):
-        sent[name] = sent[name] > 0
-    return DeviceResult(step, limit, clipping, **sent)
+    flags = {name: sent.pop(name) > 0 for name in ("skipped", "scaler_skipped")}
+    return StepResult(step=step, limit=limit, clipping=clipping, **flags, **sent)
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------
@@ -366,27 +366,21 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 class StepWrapper:
-    """One guarded optimizer: wraps its `step`, on this object alone, until `unwrap`.
+    """One guarded optimizer: wraps its `step`, on this object alone, until `unwrap`."""
 
-    Args:
-        optimizer: The optimizer.
-        on_device: Whether to skip steps on the device, through ``found_inf``.
-        clip: How to clip.
-        skip: When to skip.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, on_device: bool, clip: Clip, skip: Skip) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: Clip, skip: Skip) -> None:
         self.optimizer = optimizer
-        self.on_device = on_device
         self.baseline = StepBaseline()
         self.clipper = Clipper(clip)
         self.check = DeviceCheck(skip.max_streak)
-        self.hold = LRHold()
+        self.lr_limit: float | None = None
+        """What its learning rate is held at, once a higher one has damaged the model."""
         self.is_new = True
         """Whether the optimizer has no state yet: some create it in a skipped step, and do not fill it."""
+        self.unwrap: Callable[[], None] = lambda: None
+        """Gives the optimizer its own `step` back."""
         self._scaler_found_inf: Tensor | None = None
         self._marked = False
-        self._unwrap: Callable[[], None] = lambda: None
 
     def wrap(
         self,
@@ -437,11 +431,18 @@ class StepWrapper:
             else:
                 del optimizer.step
 
-        self._unwrap = unwrap
+        self.unwrap = unwrap
 
-    def unwrap(self) -> None:
-        """Give the optimizer its own `step` back."""
-        self._unwrap()
+    def hold_lr(self) -> None:
+        """Lower the rates of the next step if need be; see `gradvitals.schedules.LRFactors`."""
+        if self.lr_limit is not None:
+            factor = min(1.0, self.lr_limit / max(largest_lr(self.optimizer), 1e-300))
+            lr_factors(self.optimizer).set(self, factor)
+
+    def release_lr(self) -> None:
+        """Stop holding the rate."""
+        if self.lr_limit is not None:
+            lr_factors(self.optimizer).drop(self)
 
     def mark(self, skips: Tensor, scaler_skips: Tensor | None = None) -> Tensor:
         """Make the optimizer's step do nothing if `skips` is 1 or a GradScaler has found Inf.
@@ -470,13 +471,13 @@ class StepWrapper:
 
     def state_dict(self) -> dict[str, Any]:
         """What it has learned; values that are not on the host yet are functions that wait for them."""
-        learned = {"baseline": self.baseline.state_dict(), "clipper": self.clipper.state_dict(), "is_new": self.is_new}
-        return {**learned, "lr_limit": self.hold.limit, "pending": self.check.state_later()}
+        learned = {"baseline": asdict(self.baseline), "clipper": self.clipper.state_dict(), "is_new": self.is_new}
+        return {**learned, "lr_limit": self.lr_limit, "pending": self.check.state_later()}
 
     def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         """Continue from a saved state; `shift` is added to its step numbers."""
-        self.baseline.load_state_dict(state["baseline"], shift)
-        self.hold.limit = state["lr_limit"]
+        self.baseline = StepBaseline.from_state(state["baseline"], shift)
+        self.lr_limit = state["lr_limit"]
         self.clipper.load_state_dict(state["clipper"])
         self.is_new = bool(state["is_new"])
         self.check.load(state["pending"])
@@ -491,26 +492,6 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this optimizer's step does nothing if its ``found_inf`` is 1, as torch's fused ones."""
     in_torch = type(optimizer).__module__.startswith("torch.optim")
     return in_torch and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-# -- holding the learning rate --------------------------------------------------------------------------------------
-
-
-class LRHold:
-    """Keeps an optimizer's learning rate at or below a limit, once a higher one has damaged the model."""
-
-    def __init__(self) -> None:
-        self.limit: float | None = None
-
-    def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lower the rates of the optimizer's next step if need be; see `gradvitals.schedules.LRFactors`."""
-        if self.limit is not None:
-            lr_factors(optimizer).set(self, min(1.0, self.limit / max(largest_lr(optimizer), 1e-300)))
-
-    def release(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stop holding."""
-        if self.limit is not None:
-            lr_factors(optimizer).drop(self)
 
 
 def largest_lr(optimizer: torch.optim.Optimizer) -> float:
@@ -754,10 +735,7 @@ class SkippedTicks:
 
     def state_dict(self) -> dict[str, Any]:
         """What it has seen of the schedulers."""
-        return {
-            "each_step": [one.each_step for one in self._schedulers],
-            "started": [one.started for one in self._schedulers],
-        }
+        return {name: [getattr(one, name) for one in self._schedulers] for name in ("each_step", "started")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, after the schedulers did."""

@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +19,9 @@ from gradvitals.errors import ConfigError, GradvitalsError, RunError
 from gradvitals.guard.actions import (
     LAG,
     BufferBackup,
-    DeviceResult,
     SkippedTicks,
     StepNumbers,
+    StepResult,
     StepWrapper,
     WeightCheck,
     copy_all,
@@ -39,7 +40,6 @@ from gradvitals.guard.policy import (
     Clip,
     LossLevel,
     Mode,
-    Response,
     RollBack,
     Skip,
     SpikeMemory,
@@ -122,7 +122,7 @@ class Guard:
             raise ConfigError(f"decide is {decide!r}; expected 'auto', 'host' or 'device'")
         given = {"clip": clip, "skip": skip, "rollback": rollback}
         default: Mode = "on" if mode == "act" else "dry_run"
-        self.responses: dict[str, Response] = {name: response_from(name, given[name], default) for name in RESPONSES}
+        self.responses: dict[str, Any] = {name: response_from(name, given[name], default) for name in RESPONSES}
         """The settings in force."""
         self._schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler] if scheduler else []
         self._scaler, self._data, self._decide = scaler, data, decide
@@ -157,22 +157,8 @@ class Guard:
         state = TrainingState(
             table.model, table.optimizers, schedulers=self._schedulers, scaler=self._scaler, data=self._data
         )
-        rollback, snapshots = self.responses["rollback"], None
-        assert isinstance(rollback, RollBack)
-        if rollback.mode == "on" or self._folder is not None:
-            snapshots = SnapshotManager(
-                state,
-                every=rollback.every,
-                settle=rollback.settle,
-                keep=rollback.keep,
-                folder=self._folder,
-                group=ranks.group,
-                stage=ranks.stage,
-            )
-        ticks = SkippedTicks(self._schedulers, self._scaler)
-        to_disk = self._folder is not None
-        self._loop = GuardLoop(monitor, ranks, self.responses, snapshots, ticks, on_device=on_device, to_disk=to_disk)
-        if to_disk and state.cannot_restore:
+        self._loop = GuardLoop(monitor, ranks, state, self._folder, on_device=on_device, **self.responses)
+        if self._folder is not None and state.cannot_restore:
             self._loop.print("snapshots cannot restore " + "; ".join(state.cannot_restore))
         self._active = True
         for wrapper in self._loop.wrappers:
@@ -192,7 +178,7 @@ class Guard:
         loop.buffers.close()
         for wrapper in loop.wrappers:
             wrapper.unwrap()
-            wrapper.hold.release(wrapper.optimizer)
+            wrapper.release_lr()
         if loop.snapshots is not None:
             loop.snapshots.close()
             loop.report_problems(loop.snapshots)
@@ -241,7 +227,7 @@ class Guard:
             if loop.ranks.several:
                 raise
             for wrapper in loop.wrappers:
-                wrapper.hold.release(wrapper.optimizer)
+                wrapper.release_lr()
             loop.monitor.report(notices.guard_error(error, loop.monitor.step))
             return otherwise
 
@@ -324,34 +310,36 @@ class GuardLoop:
     Args:
         monitor: The Monitor.
         ranks: Its ranks.
-        responses: The settings, by the name of the Guard's argument.
-        snapshots: Takes snapshots; None for none.
-        ticks: Takes back the ticks of schedulers for skipped steps.
+        state: The training state, for snapshots.
+        folder: Where snapshots serve another process, and so must hold the Monitor's state too; None if they do not.
         on_device: Whether steps are decided on the device.
-        to_disk: Whether snapshots serve another process, and so must hold the Monitor's state too.
+        clip: When and how to clip.
+        skip: When to skip.
+        rollback: When to take snapshots, and to go back to one.
     """
 
     def __init__(
         self,
         monitor: Monitor,
         ranks: Ranks,
-        responses: Mapping[str, Response],
-        snapshots: SnapshotManager | None,
-        ticks: SkippedTicks,
+        state: TrainingState,
+        folder: Path | None,
         *,
         on_device: bool,
-        to_disk: bool,
+        clip: Clip,
+        skip: Skip,
+        rollback: RollBack,
     ) -> None:
-        clip, skip, rollback = responses.values()
-        assert isinstance(clip, Clip)
-        assert isinstance(skip, Skip)
-        assert isinstance(rollback, RollBack)
         self.clip, self.skip, self.rollback = clip, skip, rollback
         self.monitor, self.recorder, self.ranks = monitor, monitor.recorder, ranks
-        self.snapshots, self.ticks, self.to_disk = snapshots, ticks, to_disk
-        self.on_device = on_device
+        self.on_device, self.to_disk = on_device, folder is not None
+        self.snapshots: SnapshotManager | None = None
+        if rollback.mode == "on" or folder is not None:
+            pace = {"every": rollback.every, "settle": rollback.settle, "keep": rollback.keep}
+            self.snapshots = SnapshotManager(state, folder=folder, group=ranks.group, stage=ranks.stage, **pace)
+        self.ticks = SkippedTicks(state.schedulers, state.scaler)
         table = monitor.recorder.table
-        self.wrappers = [StepWrapper(one, on_device=on_device, clip=clip, skip=skip) for one in table.optimizers]
+        self.wrappers = [StepWrapper(one, clip, skip) for one in table.optimizers]
         self.buffers = BufferBackup(table.model)
         self.weights = WeightCheck(table.parameters)
         self.step = 0
@@ -384,8 +372,8 @@ class GuardLoop:
         """Of all steps made: how far the weights may have moved."""
         self._last_of_kind: dict[str, int] = {}
         """The last step of each kind of action."""
-        if snapshots is not None:  # a rollback must be possible from the first step, whatever happens before it
-            self.num_snapshots += snapshots.take(monitor.step, self._extra(), to_disk=False, healthy=True)
+        if self.snapshots is not None:  # a rollback must be possible from the first step, whatever happens before it
+            self.num_snapshots += self.snapshots.take(monitor.step, self._extra(), to_disk=False, healthy=True)
 
     # -- before and after an optimizer's step -------------------------------------------------------------------------
 
@@ -401,7 +389,7 @@ class GuardLoop:
         self.ticks.step_starts(wrapper.optimizer)
         make = not self._dropped and (inputs is None or self._may_step(wrapper, inputs))
         if make:
-            wrapper.hold.apply(wrapper.optimizer)
+            wrapper.hold_lr()
             lr = largest_lr(wrapper.optimizer)
             wrapper.baseline.lr.learn(self._now, lr, self.rollback.lr_jump)
             self._lr_sum += lr if wrapper is self.wrappers[0] else 0.0
@@ -519,9 +507,10 @@ class GuardLoop:
         factors = wrapper.clipper.factors(numbers, inputs)
         factor = 1.0 if factors is None or not norm <= LARGEST_NORM else float(smallest(factors, numbers.norm))
         limit = wrapper.baseline.norm.limit(self.skip.ratio, self.skip.first_steps)
-        if self._judge(wrapper, self._now, norm, loss, surprise, limit, factor):
+        result = StepResult(step=self._now, limit=limit, norm=norm, loss=loss, surprise=surprise, factor=factor)
+        if self._judge(wrapper, result):
             return False
-        if factors is not None and factor < 1 and self._note_clip(self._now, norm, factor):
+        if factors is not None and factor < 1 and self._note_clip(result):
             wrapper.clipper.apply(factors, numbers, inputs, wrapper.optimizer)
         self.buffers.learn()
         return True
@@ -549,7 +538,7 @@ class GuardLoop:
         sent = (numbers.norm, numbers.loss, skips, scaler_skips, factor, streak, surprise)
         wrapper.check.send(self._now, limit, clipping, *sent)
 
-    def _judge_result(self, wrapper: StepWrapper, result: DeviceResult, *, ended: bool = False) -> None:
+    def _judge_result(self, wrapper: StepWrapper, result: StepResult, *, ended: bool = False) -> None:
         """A step that was decided on the device some steps ago. After the training `ended` it is only recorded."""
         if result.scaler_skipped:
             self._uncount(result.step)
@@ -559,12 +548,9 @@ class GuardLoop:
         if result.skipped:
             self._uncount(result.step)
             self.ticks.step_skipped(wrapper.optimizer)  # its own tick is long past: the next one is taken back
-        self._judge(
-            wrapper, result.step, result.norm, result.loss, result.surprise, result.limit, result.factor,
-            skipped=result.skipped, ended=ended,
-        )  # fmt: skip
+        self._judge(wrapper, result, ended=ended)
         if result.factor < 1 and not result.skipped:
-            self._note_clip(result.step, result.norm, result.factor, done=result.clipping)
+            self._note_clip(result)
 
     def _uncount(self, step: int) -> None:
         """This step does not count; several optimizers may report the same one."""
@@ -572,22 +558,11 @@ class GuardLoop:
             self._uncounted.add(step)
             self.step -= 1
 
-    def _judge(
-        self,
-        wrapper: StepWrapper,
-        step: int,
-        norm: float,
-        loss: float,
-        surprise: float,
-        limit: float,
-        factor: float,
-        *,
-        skipped: bool | None = None,
-        ended: bool = False,
-    ) -> bool:
-        """Respond to a step; returns whether it is not to be made. `skipped`: what the device has done already."""
+    def _judge(self, wrapper: StepWrapper, result: StepResult, *, ended: bool = False) -> bool:
+        """Respond to a step; returns whether it is not to be made."""
+        step, norm = result.step, result.norm
         if not norm <= LARGEST_NORM:
-            skips = self.skip.mode == "on" if skipped is None else skipped
+            skips = self.skip.mode == "on" if result.skipped is None else result.skipped
             self._record_skip(step, "nonfinite", f"the gradient norm is {norm}", skips)
             if not ended:
                 self._judge_nonfinite(step)
@@ -601,25 +576,26 @@ class GuardLoop:
                 self.snapshots.take(self._now, self._extra(), to_disk=False, healthy=True)
                 self.snapshots.complete()
         known = self.buffers.count >= self.skip.first_steps
-        words = f"the gradient norm is {norm:.3g}, over the limit of {limit:.3g}" if norm > limit else ""
-        if not words and known and surprise > self.skip.ratio:
-            words = f"the batch changes a buffer (batch norm) {surprise:.3g} times as much as any before"
+        words = f"the gradient norm is {norm:.3g}, over the limit of {result.limit:.3g}" if norm > result.limit else ""
+        if not words and known and result.surprise > self.skip.ratio:
+            words = f"the batch changes a buffer (batch norm) {result.surprise:.3g} times as much as any before"
         if words:
-            return self._judge_spike(wrapper, step, norm, words, skipped)
-        wrapper.clipper.learn(norm, factor)
-        if factor == 1 or self.clip.mode != "on":
-            wrapper.baseline.learn(step, norm, loss)
+            return self._judge_spike(wrapper, result, words)
+        wrapper.clipper.learn(norm, result.factor)
+        if result.factor == 1 or self.clip.mode != "on":
+            wrapper.baseline.learn(step, norm, result.loss)
             if self.rollback.mode != "off" and not ended:
-                self._judge_loss(wrapper, step, loss)
+                self._judge_loss(wrapper, step, result.loss)
         return self._dropped
 
-    def _judge_spike(self, wrapper: StepWrapper, step: int, norm: float, words: str, skipped: bool | None) -> bool:
+    def _judge_spike(self, wrapper: StepWrapper, result: StepResult, words: str) -> bool:
+        step = result.step
         if self.skip.mode == "off":
-            wrapper.baseline.norm.learn(norm)
+            wrapper.baseline.norm.learn(result.norm)
             return False
         self._spikes.see(step)
         refusal = self._spikes.refusal(step, self.skip)
-        skips = self.skip.mode == "on" and not refusal if skipped is None else skipped
+        skips = self.skip.mode == "on" and not refusal if result.skipped is None else result.skipped
         if skips:
             self._spikes.skipped.append(step)
             self._record_skip(step, "explosion", words, True)
@@ -627,7 +603,7 @@ class GuardLoop:
         if self._spikes.streak > self.skip.max_streak and self._check_weights(step, wait=True):
             return True
         self._spiked = True
-        wrapper.baseline.norm.learn(norm)  # it was made, and is part of the run
+        wrapper.baseline.norm.learn(result.norm)  # it was made, and is part of the run
         if self.snapshots is not None:
             self.snapshots.spoil()
         self._record_skip(step, "explosion", refusal if refusal and self.skip.mode == "on" else words, False)
@@ -785,9 +761,8 @@ class GuardLoop:
         for wrapper, saved in zip(self.wrappers, state["wrappers"], strict=True):
             # What was pending then has long been read: some of those steps did not count.
             uncounted |= {one["step"] for one in saved["pending"] if one["skipped"] or one["scaler_skipped"]}
-            hold = wrapper.hold.limit
-            wrapper.load_state_dict({**saved, "pending": []})
-            wrapper.hold.limit = hold if hold is not None else wrapper.hold.limit
+            limit = wrapper.lr_limit if wrapper.lr_limit is not None else saved["lr_limit"]
+            wrapper.load_state_dict({**saved, "pending": [], "lr_limit": limit})
             for one in saved["pending"]:
                 if not one["skipped"]:
                     wrapper.baseline.learn(one["step"], one["norm"], one["loss"])
@@ -804,24 +779,18 @@ class GuardLoop:
 
     def _hold_lr(self, wrapper: StepWrapper, peak: float) -> None:
         """The learning rate jumped and the model became worse: hold it at what the run had used before."""
-        wrapper.hold.limit = peak
+        wrapper.lr_limit = peak
         words = f"a learning rate above {peak:.3g} made the model worse: it is held at {peak:.3g} from here on"
         self._record("hold_lr", self._now, "loss_rising", True, words, after={"lr": peak})
 
-    def _note_clip(self, step: int, norm: float, factor: float, *, done: bool | None = None) -> bool:
-        """Record that a gradient was clipped, or would have been; returns whether it is to be.
-
-        Args:
-            step: Which step.
-            norm: The norm before.
-            factor: What is left of it.
-            done: What the device has done already; None if that is decided here.
-        """
-        taken = self.clip.mode == "on" if done is None else done
+    def _note_clip(self, result: StepResult) -> bool:
+        """Record that a gradient was clipped, or would have been; returns whether it is to be."""
+        taken = self.clip.mode == "on" if result.clipping is None else result.clipping
+        norm, left = result.norm, result.norm * result.factor
         was = "it was" if taken else "it would be"
-        words = f"the gradient norm is {norm:.3g}; {was} clipped to {norm * factor:.3g} ({self.clip.method})"
-        after = {"norm": norm * factor} if taken else {}
-        self._record("clip", step, "explosion", taken, words if taken else f"dry run; {words}", {"norm": norm}, after)
+        words = f"the gradient norm is {norm:.3g}; {was} clipped to {left:.3g} ({self.clip.method})"
+        words = words if taken else f"dry run; {words}"
+        self._record("clip", result.step, "explosion", taken, words, {"norm": norm}, {"norm": left} if taken else {})
         return taken
 
     def _record_skip(self, step: int, finding: str, words: str, taken: bool) -> None:
@@ -882,7 +851,7 @@ class GuardLoop:
         return {
             "step": self.step,
             "now": self.monitor.step,
-            "spikes": self._spikes.state_dict(),
+            "spikes": asdict(self._spikes),
             "nonfinite": [self._nonfinite, self._last_nonfinite, self._tried],
             "rollbacks": list(self._rollbacks),
             "look": [self._next_look, self._patience, self._game],
@@ -897,7 +866,7 @@ class GuardLoop:
         """Continue from a saved state. If the Monitor counts its steps anew, remembered steps are shifted."""
         shift = self.monitor.step - int(state["now"])
         self.step, self._lr_sum, self._start_fine = int(state["step"]), float(state["lr_sum"]), True
-        self._spikes.load_state_dict(state["spikes"], shift)
+        self._spikes = SpikeMemory.from_state(state["spikes"], shift)
         count, last, tried = state["nonfinite"]
         self._nonfinite, self._last_nonfinite, self._tried = int(count), int(last) + shift, bool(tried)
         self._rollbacks = [step + shift for step in state["rollbacks"]]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -287,18 +286,16 @@ class StepBaseline:
         self.norm.learn(norm)
         self.loss.learn(step, loss)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], shift: int) -> StepBaseline:
         """Continue from a saved state; `shift` is added to its step numbers."""
-        self.norm, self.loss, self.lr = Peak(**state["norm"]), LossLevel(**state["loss"]), LRWatch(**state["lr"])
-        if self.lr.jumped is not None:
-            self.lr.jumped += shift
-        if self.loss.episode is not None:
-            began, before, top = self.loss.episode
-            self.loss.episode = began + shift, before, top
+        one = cls(Peak(**state["norm"]), LossLevel(**state["loss"]), LRWatch(**state["lr"]))
+        if one.lr.jumped is not None:
+            one.lr.jumped += shift
+        if one.loss.episode is not None:
+            began, before, top = one.loss.episode
+            one.loss.episode = began + shift, before, top
+        return one
 
 
 @dataclass
@@ -307,7 +304,7 @@ class SpikeMemory:
 
     WINDOW: ClassVar[int] = 200
 
-    skipped: deque[int] = field(default_factory=deque)
+    skipped: list[int] = field(default_factory=list)
     last: int = -2
     """The step of the last spike."""
     streak: int = 0
@@ -321,22 +318,17 @@ class SpikeMemory:
 
     def refusal(self, step: int, skip: Skip) -> str:
         """Why a spike at this step is not to be skipped; empty if it is."""
-        while self.skipped and step - self.skipped[0] >= self.WINDOW:
-            self.skipped.popleft()
+        self.skipped = [then for then in self.skipped if step - then < self.WINDOW]
         if self.streak > skip.max_streak:
             return f"{skip.max_streak} spikes in a row were skipped, so the batch is not the cause"
         if len(self.skipped) >= skip.max_recent:
             return f"{len(self.skipped)} spikes within {self.WINDOW} steps: they are part of the data, and now normal"
         return ""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return {"skipped": list(self.skipped), "last": self.last, "streak": self.streak}
-
-    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], shift: int) -> SpikeMemory:
         """Continue from a saved state; `shift` is added to its step numbers."""
-        self.skipped = deque(step + shift for step in state["skipped"])
-        self.last, self.streak = int(state["last"]) + shift, int(state["streak"])
+        return cls([step + shift for step in state["skipped"]], state["last"] + shift, state["streak"])
 
 
 # -- is the model worse than its snapshot? -------------------------------------------------------------------------

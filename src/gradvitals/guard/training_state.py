@@ -34,6 +34,7 @@ DATA_FORMS = (
     "functions (get, set)"
 )
 
+
 class SnapshotError(GradvitalsError):
     """A snapshot cannot be written, read, or restored."""
 
