@@ -382,20 +382,12 @@ class StepWrapper:
         self._scaler_found_inf: Tensor | None = None
         self._marked = False
 
-    def wrap(
-        self,
-        before: Callable[[StepWrapper], bool],
-        after: Callable[[StepWrapper, bool], None],
-        failed: Callable[[StepWrapper], None],
-        unguarded: Callable[[], None],
-    ) -> None:
+    def wrap(self, loop: Any, attempt: Callable[..., Any]) -> None:
         """Replace the optimizer's `step`.
 
         Args:
-            before: Returns whether to make the step.
-            after: Called with whether it was made.
-            failed: Called after a step that raised.
-            unguarded: Called before a step with a closure, which is not checked.
+            loop: A `GuardLoop`, whose `before` says whether to make a step. A step with a closure is not checked.
+            attempt: Calls it as long as the Guard is active.
         """
         optimizer, original = self.optimizer, self.optimizer.step
         own = "step" in vars(optimizer)
@@ -404,19 +396,19 @@ class StepWrapper:
         @functools.wraps(original)
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if (args[0] if args else kwargs.get("closure")) is not None:
-                unguarded()
+                attempt(loop.step_with_closure)
                 return original(*args, **kwargs)
-            if not before(self):
-                after(self, False)
+            if not attempt(loop.before, self, otherwise=True):
+                attempt(loop.after, self, False)
                 return None
             try:
                 result = original(*args, **kwargs)
             except BaseException:  # Ctrl-C too
                 self._unmark()
-                failed(self)
+                attempt(loop.failed, self)
                 raise
             self._unmark()
-            after(self, True)
+            attempt(loop.after, self, True)
             return result
 
         step.guarded = True  # type: ignore[attr-defined]
@@ -425,7 +417,7 @@ class StepWrapper:
 
         def unwrap() -> None:
             if vars(optimizer).get("step") is not replacement:
-                return  # wrapped again since; `before` lets every step pass from now on
+                return  # wrapped again since; every step passes from now on
             if own:
                 optimizer.step = original  # type: ignore[method-assign]
             else:

@@ -128,8 +128,7 @@ class Guard:
         self._scaler, self._data, self._decide = scaler, data, decide
         self._folder = Path(folder) if folder is not None else None
         self._loop: GuardLoop | None = None
-        self._active = False
-        self._closed = self._reported_closure = False
+        self._active = self._closed = False
         self._earlier: list[Action] = []
         if monitor is not None:
             self.attach(monitor)
@@ -162,8 +161,8 @@ class Guard:
             self._loop.print("snapshots cannot restore " + "; ".join(state.cannot_restore))
         self._active = True
         for wrapper in self._loop.wrappers:
-            wrapper.wrap(self._before, self._after, self._failed, self._step_with_closure)
-        monitor.recorder.on_scaler_skip = self._scaler_skipped
+            wrapper.wrap(self._loop, self._attempt)
+        monitor.recorder.on_scaler_skip = lambda _: self._attempt(self._the_loop.scaler_skipped)
         monitor.at_close(self.close)
 
     def close(self) -> None:
@@ -184,32 +183,6 @@ class Guard:
             loop.report_problems(loop.snapshots)
         if self.actions:
             loop.print(self.summary())
-
-    # -- at every step ----------------------------------------------------------------------------------------------
-
-    def _before(self, wrapper: StepWrapper) -> bool:
-        if not self._active:
-            return True
-        loop = self._the_loop
-        if loop.snapshots is not None and loop.snapshots.found and not loop.started:
-            text = f"{self._folder} holds snapshots of an earlier run, which guard.resume() would continue"
-            loop.print(f"{text}; this run's own replace them as they become healthy")
-        return bool(self._attempt(loop.before, wrapper, otherwise=True))
-
-    def _after(self, wrapper: StepWrapper, made: bool) -> None:
-        self._attempt(self._the_loop.after, wrapper, made)
-
-    def _failed(self, wrapper: StepWrapper) -> None:
-        self._attempt(self._the_loop.failed, wrapper)
-
-    def _scaler_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        self._attempt(self._the_loop.scaler_skipped)
-
-    def _step_with_closure(self) -> None:
-        if self._active and not self._reported_closure:
-            self._reported_closure = True
-            monitor = self._the_loop.monitor
-            monitor.report(notices.guard_absent(monitor.step))
 
     def _attempt(self, work: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
         """Do the Guard's part of a step while it is active. An error in it ends the guarding, not the training.
@@ -332,7 +305,7 @@ class GuardLoop:
     ) -> None:
         self.clip, self.skip, self.rollback = clip, skip, rollback
         self.monitor, self.recorder, self.ranks = monitor, monitor.recorder, ranks
-        self.on_device, self.to_disk = on_device, folder is not None
+        self.on_device, self.folder = on_device, folder
         self.snapshots: SnapshotManager | None = None
         if rollback.mode == "on" or folder is not None:
             pace = {"every": rollback.every, "settle": rollback.settle, "keep": rollback.keep}
@@ -345,7 +318,7 @@ class GuardLoop:
         self.step = 0
         """Steps of training that count."""
         self.num_snapshots = self._num_problems = 0
-        self.started = self.stopped = False
+        self.started = self.stopped = self._reported_closure = False
         """Whether the first step has started, and whether the Guard has given up."""
         self._start_fine = False
         """Whether a step was finite: what the weights were then is a start to go back to."""
@@ -422,6 +395,12 @@ class GuardLoop:
         self.recorder.abandon(wrapper.optimizer)
         lr_factors(wrapper.optimizer).restore()
 
+    def step_with_closure(self) -> None:
+        """A step of a kind that it does not check."""
+        if not self._reported_closure:
+            self._reported_closure = True
+            self.monitor.report(notices.guard_absent(self.monitor.step))
+
     def scaler_skipped(self) -> None:
         """A GradScaler has found Inf and skips a step without calling the optimizer."""
         if self.stopped:
@@ -449,6 +428,9 @@ class GuardLoop:
             self.report_problems(self.snapshots)
             # Results from the device are known some steps later, and so is whether there was trouble.
             self.snapshots.settle(now - LAG if self.on_device else now)
+            if self.snapshots.found and not self.started:
+                text = f"{self.folder} holds snapshots of an earlier run, which guard.resume() would continue"
+                self.print(f"{text}; this run's own replace them as they become healthy")
         self.started = True
         if now % WeightCheck.EVERY == 0 and self._trial is None:
             self._check_weights(now)
@@ -843,7 +825,7 @@ class GuardLoop:
 
     def _extra(self) -> dict[str, Any]:
         """What a snapshot holds beside the training state."""
-        monitor = {"monitor": self.monitor.state_soon()} if self.to_disk else {}
+        monitor = {"monitor": self.monitor.state_soon()} if self.folder is not None else {}
         return {"guard": self.state_dict(), **monitor}
 
     def state_dict(self) -> dict[str, Any]:
