@@ -32,41 +32,47 @@ LEVEL_HISTORY = 50
 
 # -- settings ----------------------------------------------------------------------------------------------------
 
+Method = Literal["quantile", "zscore", "tensor"]
+
+CHOICES: dict[str, tuple[str, ...]] = {"mode": MODES, "method": get_args(Method)}
+LEAST = {
+    "window": 20, "first_steps": 2, "max_streak": 1, "max_recent": 1, "give_up": 1,
+    "every": 1, "keep": 1, "settle": 0, "budget": 0,
+}  # fmt: skip
+"""The least of each setting that is a whole number."""
+ABOVE = {"quantile": 0, "z_threshold": 0, "tensor_ratio": 0, "ratio": 1, "lr_jump": 1, "moved": 1, "grown": 1}
+"""What each other number must be above."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
     """Settings that every response has. A response is on, off, or a dry run, which only records what it would do."""
 
-    kind: ClassVar[str]
     mode: Mode | None = None
     """None: follow the Guard's own mode."""
 
     def __post_init__(self) -> None:
-        self._expect(self.mode in (None, *MODES), "mode", "one of " + ", ".join(map(repr, MODES)))
-
-    def _expect(self, fine: bool, name: str, expected: str) -> None:
-        if not fine:
-            raise ConfigError(f"{name} of {type(self).__name__} is {getattr(self, name)!r}; expected {expected}")
-
-    def _expect_count(self, least: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            fine = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            self._expect(fine, name, f"a whole number, {least} or more")
-
-    def _expect_above(self, low: float, *names: str, below: float = math.inf) -> None:
-        for name in names:
-            value = getattr(self, name)
-            fine = isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < below
-            self._expect(fine, name, f"a number above {low:g}" + ("" if below == math.inf else f" and below {below:g}"))
+        for name, value in vars(self).items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name in CHOICES:
+                fine = value in CHOICES[name] or (name == "mode" and value is None)
+                expected = "one of " + ", ".join(map(repr, CHOICES[name]))
+            elif name in LEAST:
+                fine = is_number and isinstance(value, int) and value >= LEAST[name]
+                expected = f"a whole number, {LEAST[name]} or more"
+            else:
+                below = 1.0 if name == "quantile" else math.inf
+                fine = is_number and ABOVE[name] < value < below
+                expected = f"a number above {ABOVE[name]}" + (" and below 1" if name == "quantile" else "")
+            if not fine:
+                raise ConfigError(f"{name} of {type(self).__name__} is {value!r}; expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(Response):
     """Clip gradients by the run's own recent norms. Off unless asked for: it changes ordinary steps too."""
 
-    kind = "clip"
-    method: Literal["quantile", "zscore", "tensor"] = "quantile"
+    method: Method = "quantile"
     """How to set the limit. ``quantile``: a quantile of recent norms. ``zscore``: as in ZClip. ``tensor``: each tensor
     by its own recent norms, as in AdaGC."""
     quantile: float = 0.95
@@ -80,21 +86,11 @@ class Clip(Response):
     first_steps: int = 25
     """Steps before it clips anything."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        methods = ("quantile", "zscore", "tensor")
-        self._expect(self.method in methods, "method", "one of " + ", ".join(map(repr, methods)))
-        self._expect_above(0, "z_threshold", "tensor_ratio")
-        self._expect_above(0, "quantile", below=1)
-        self._expect_count(20, "window")
-        self._expect_count(2, "first_steps")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Skip(Response):
     """Skip a step that is not finite, always, or one far beyond everything the run has shown."""
 
-    kind = "skip"
     ratio: float = 20.0
     """A spike is this many times the largest recent gradient norm, or the largest recent change of a buffer."""
     first_steps: int = 50
@@ -106,18 +102,11 @@ class Skip(Response):
     give_up: int = 20
     """Steps in a row that are not finite before a rollback; after as many again the Guard stops."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._expect_above(1, "ratio")
-        self._expect_count(2, "first_steps")
-        self._expect_count(1, "max_streak", "max_recent", "give_up")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RollBack(Response):
     """Restore the last healthy snapshot if the model has become worse, and continue with the next data."""
 
-    kind = "roll_back"
     every: int = 100
     """Steps between snapshots; fewer at the start of a run."""
     settle: int = 50
@@ -132,12 +121,6 @@ class RollBack(Response):
     """So do parameters that move this many times as far as usual, at the same learning rate."""
     grown: float = 1000.0
     """A tensor whose norm grows by this factor within 10 steps is damaged for certain."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._expect_count(1, "every", "keep")
-        self._expect_count(0, "settle", "budget")
-        self._expect_above(1, "lr_jump", "moved", "grown")
 
 
 RESPONSES: dict[str, type[Response]] = {"clip": Clip, "skip": Skip, "rollback": RollBack}
