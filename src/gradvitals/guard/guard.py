@@ -707,7 +707,7 @@ class GuardLoop:
             if held is not None:
                 self._hold_lr(owner, held)
             return False
-        self._record("trial", self._now, "loss_rising", True, f"{words}: not rolled back", cost=cost)
+        self._record("trial", self._now, "loss_rising", f"{words}: not rolled back", cost=cost)
         owner.baseline.loss = LossLevel()
         self._next_look, self._patience = self._now + self._patience, 2 * self._patience
         return False
@@ -755,7 +755,8 @@ class GuardLoop:
         self._rollbacks.append(step)
         before_step, self.step, self._dropped = self.step, int(state["step"]) - len(uncounted), True
         cost = {"steps": before_step - self.step + lost, "seconds": time.perf_counter() - started}
-        self._record("roll_back", step, finding, True, words, {"step": before_step}, {"step": self.step}, cost)
+        where = {"before": {"step": before_step}, "after": {"step": self.step}}
+        self._record("roll_back", step, finding, words, cost=cost, **where)
         self.monitor.start_diagnosis_over()
         return True
 
@@ -763,7 +764,7 @@ class GuardLoop:
         """The learning rate jumped and the model became worse: hold it at what the run had used before."""
         wrapper.lr_limit = peak
         words = f"a learning rate above {peak:.3g} made the model worse: it is held at {peak:.3g} from here on"
-        self._record("hold_lr", self._now, "loss_rising", True, words, after={"lr": peak})
+        self._record("hold_lr", self._now, "loss_rising", words, after={"lr": peak})
 
     def _note_clip(self, result: StepResult) -> bool:
         """Record that a gradient was clipped, or would have been; returns whether it is to be."""
@@ -771,14 +772,14 @@ class GuardLoop:
         norm, left = result.norm, result.norm * result.factor
         was = "it was" if taken else "it would be"
         words = f"the gradient norm is {norm:.3g}; {was} clipped to {left:.3g} ({self.clip.method})"
-        words = words if taken else f"dry run; {words}"
-        self._record("clip", result.step, "explosion", taken, words, {"norm": norm}, {"norm": left} if taken else {})
+        details = {"before": {"norm": norm}, "after": {"norm": left} if taken else {}}
+        self._record("clip", result.step, "explosion", words if taken else f"dry run; {words}", taken=taken, **details)
         return taken
 
     def _record_skip(self, step: int, finding: str, words: str, taken: bool) -> None:
         if taken:
             where, cost = {"step": self.step}, {"steps": 1, "seconds": 0.0}
-            self._record("skip", step, finding, True, words, where, where, cost)
+            self._record("skip", step, finding, words, before=where, after=where, cost=cost)
         elif self.skip.mode != "off":
             self._withhold("skip", step, finding, f"dry run; {words}" if self.skip.mode == "dry_run" else words)
 
@@ -787,20 +788,12 @@ class GuardLoop:
         known = f"{kind} withheld"
         if step - self._last_of_kind.get(known, -QUIET_STEPS) >= QUIET_STEPS:
             self._last_of_kind[known] = step
-            self._record(kind, step, finding, False, reason)
+            self._record(kind, step, finding, reason, taken=False)
 
     def _record(
-        self,
-        kind: str,
-        step: int,
-        finding: str,
-        taken: bool,
-        reason: str,
-        before: Mapping[str, Any] | None = None,
-        after: Mapping[str, Any] | None = None,
-        cost: Mapping[str, Any] | None = None,
+        self, kind: str, step: int, finding: str, reason: str, *, taken: bool = True, **details: Mapping[str, Any]
     ) -> None:
-        details = {"before": before or {}, "after": after or {}, "cost": cost or {}}
+        """Record and print an action; `details` are its `before`, `after` and `cost`."""
         action = Action(kind=kind, step=step, finding=finding, taken=taken, reason=reason, **details)
         self.monitor.record(action)
         # Clips, skips and dry runs may come often: only the first in a while is printed.
