@@ -596,18 +596,10 @@ def run_overhead(
     threads: int | None = None,
     keep_memory: bool = True,
 ) -> dict[str, Any]:
-    """Time every variant against bare steps of the same loop.
+    """Time every variant against bare steps of the same loop; the arguments are the options of the command.
 
-    Args:
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU if there is one.
-        workloads: Names out of `WORKLOADS`; none for those that suit the device.
-        variants: Names out of `VARIANTS`; none for all. ``bare`` is always timed.
-        steps: Timed steps of each variant per round.
-        rounds: Rounds, each with new processes; six is the fewest that give a 95 % interval of the median.
-        progress: Called with the number of finished rounds, of all rounds, and what was found so far.
-        compiled: Time compiled models too.
-        threads: Of torch in every process; None leaves it to torch.
-        keep_memory: Whether the C library keeps freed memory.
+    ``bare`` is always timed. `progress` is called with the number of finished rounds, of all, and what was found so
+    far.
 
     Returns:
         Plain values, ready for JSON: the machine, and for every workload its size and its variants, each with the
@@ -792,12 +784,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """A Markdown table with its columns padded to one width.
-
-    Args:
-        rows: The head first.
-        left: Places of the columns that are aligned left; the others are numbers.
-    """
+    """A Markdown table of rows, the head first; columns are padded, and aligned right but for those named `left`."""
     columns = []
     for place, cells in enumerate(zip(*rows, strict=True)):
         width = max(2, *map(len, cells))  # room for a hyphen and a colon

@@ -56,12 +56,7 @@ def step_numbers(
 ) -> StepNumbers | None:
     """The norm that the optimizer steps with, of the whole gradient, and the loss; None if nothing was read.
 
-    Args:
-        inputs: What the Monitor read.
-        per_tensor: Whether the norms of single tensors are needed too.
-        ranks: The ranks of the run. If there are several, all of them must call this.
-        surprise: Of the buffers; see `BufferBackup`.
-        scaler_skips: Nonzero if a GradScaler skips the step.
+    If there are several ranks, all of them must call this. `scaler_skips` is nonzero if a GradScaler skips the step.
     """
     several = ranks is not None and ranks.several
     parts: list[tuple[Sequence[int], Tensor]] = []
@@ -383,12 +378,7 @@ class StepWrapper:
         self._marked = False
 
     def wrap(self, loop: Any, attempt: Callable[..., Any]) -> None:
-        """Replace the optimizer's `step`.
-
-        Args:
-            loop: A `GuardLoop`, whose `before` says whether to make a step. A step with a closure is not checked.
-            attempt: Calls it as long as the Guard is active.
-        """
+        """Replace the optimizer's `step`: a `GuardLoop` says whether to make it, called by `attempt`."""
         optimizer, original = self.optimizer, self.optimizer.step
         own = "step" in vars(optimizer)
 
@@ -437,14 +427,9 @@ class StepWrapper:
             lr_factors(self.optimizer).drop(self)
 
     def mark(self, skips: Tensor, scaler_skips: Tensor | None = None) -> Tensor:
-        """Make the optimizer's step do nothing if `skips` is 1 or a GradScaler has found Inf.
+        """Make the optimizer's step do nothing if `skips` is 1 or a GradScaler, of any rank, has found Inf.
 
-        Args:
-            skips: 1 or 0.
-            scaler_skips: Nonzero if the scaler of any rank has; None in a single process.
-
-        Returns:
-            Whether the scaler, of any rank, skips the step: nonzero or 0.
+        Returns whether a scaler has: nonzero or 0.
         """
         theirs: Tensor | None = getattr(self.optimizer, "found_inf", None)
         self._marked, self._scaler_found_inf = True, theirs
@@ -622,8 +607,7 @@ class WeightCheck:
     def growth(self, *, wait: bool) -> float:
         """The largest growth of a parameter's norm between the last two looks; 1 if there are no two.
 
-        Args:
-            wait: Whether to wait for this look's own norms; else those of the last look are the newest.
+        On a GPU those of the look before are the newest, unless it is to `wait`.
         """
         now = self._norms()
         if wait or not self.lags:

@@ -279,16 +279,6 @@ class GuardLoop:
     A step that is not finite is skipped, and so is one far beyond everything the run has shown. The run is rolled back
     if its weights are not finite; or if its loss rises above all recent levels, something has happened to the weights
     that explains it, and a `Trial` shows that the snapshot is better.
-
-    Args:
-        monitor: The Monitor.
-        ranks: Its ranks.
-        state: The training state, for snapshots.
-        folder: Where snapshots serve another process, and so must hold the Monitor's state too; None if they do not.
-        on_device: Whether steps are decided on the device.
-        clip: When and how to clip.
-        skip: When to skip.
-        rollback: When to take snapshots, and to go back to one.
     """
 
     def __init__(
@@ -755,8 +745,8 @@ class GuardLoop:
         self._rollbacks.append(step)
         before_step, self.step, self._dropped = self.step, int(state["step"]) - len(uncounted), True
         cost = {"steps": before_step - self.step + lost, "seconds": time.perf_counter() - started}
-        where = {"before": {"step": before_step}, "after": {"step": self.step}}
-        self._record("roll_back", step, finding, words, cost=cost, **where)
+        where = {"step": before_step}
+        self._record("roll_back", step, finding, words, before=where, after={"step": self.step}, cost=cost)
         self.monitor.start_diagnosis_over()
         return True
 
@@ -772,8 +762,8 @@ class GuardLoop:
         norm, left = result.norm, result.norm * result.factor
         was = "it was" if taken else "it would be"
         words = f"the gradient norm is {norm:.3g}; {was} clipped to {left:.3g} ({self.clip.method})"
-        details = {"before": {"norm": norm}, "after": {"norm": left} if taken else {}}
-        self._record("clip", result.step, "explosion", words if taken else f"dry run; {words}", taken=taken, **details)
+        words, after = (words, {"norm": left}) if taken else (f"dry run; {words}", {})
+        self._record("clip", result.step, "explosion", words, taken=taken, before={"norm": norm}, after=after)
         return taken
 
     def _record_skip(self, step: int, finding: str, words: str, taken: bool) -> None:

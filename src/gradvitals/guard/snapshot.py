@@ -153,15 +153,10 @@ def resolve(value: Any) -> Any:
 
 
 class SnapshotStore:
-    """Writes snapshots and their health into a folder, on a thread, and reads them back.
+    """Writes snapshots and their health into a folder, on a thread, and reads them back. One run per folder.
 
-    Args:
-        folder: The folder; created if needed. One run per folder.
-        problems: Gets a sentence if something cannot be written, once per kind of problem. The next snapshot is tried
-            again.
-        group: The processes that train together; None for all.
-        several: Whether there are several processes. They write together, through a group of their own.
-        stage: The pipeline stage, if stages use the same names for different tensors.
+    Several processes write together, through a group of their own. If something cannot be written, `problems` gets a
+    sentence, once per kind of problem, and the next snapshot is tried again.
     """
 
     def __init__(self, folder: Path, problems: list[str], group: Any, several: bool, stage: int | None) -> None:
@@ -505,21 +500,9 @@ class Restored:
 class SnapshotManager:
     """Takes snapshots, learns which are healthy, and restores one.
 
-    Host memory holds `keep` healthy snapshots and up to two pending ones. In a distributed run all processes must make
-    the same calls with the same steps.
-
-    Args:
-        state: What to keep.
-        every: Steps between snapshots.
-        settle: Steps without trouble after which a snapshot counts as healthy.
-        keep: Healthy snapshots in memory.
-        folder: Folder for snapshots on disk; None for memory alone.
-        group: The processes that train together; None for all.
-        stage: The pipeline stage, if stages use the same names for different tensors.
-
-    Attributes:
-        problems: A sentence for each kind of problem so far. A thread adds to it.
-        found: Whether there were snapshots in the folder at the start.
+    Host memory holds `keep` healthy snapshots and up to two pending ones; see `RollBack` for the settings. In a
+    distributed run all processes of the `group` must make the same calls with the same steps. `stage` is the pipeline
+    stage, if stages use the same names for different tensors.
     """
 
     def __init__(
@@ -533,7 +516,9 @@ class SnapshotManager:
         group: Any = None,
         stage: int | None = None,
     ) -> None:
-        self.state, self.problems = state, list[str]()
+        self.state = state
+        self.problems: list[str] = []
+        """A sentence for each kind of problem so far. A thread adds to it."""
         self._every, self._settle, self._keep = every, settle, keep
         self._ring: list[Snapshot] = []
         """At most `keep` healthy ones and `MAX_PENDING` pending ones, oldest first."""
@@ -542,6 +527,7 @@ class SnapshotManager:
         self._last_step, self._next_serial = 0, 1
         self._store: SnapshotStore | None = None
         self.found = False
+        """Whether there were snapshots in the folder at the start."""
         if folder is not None:
             several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
             if several and any(type(one).__name__ == "FullyShardedDataParallel" for one in state.model.modules()):
@@ -609,8 +595,8 @@ class SnapshotManager:
         Args:
             step: Steps of training that are done.
             extra: Plain values to get back with it. Functions among them are called when it is written.
-            to_disk: False keeps this one in memory alone. One that is taken within a step, when its data is drawn
-                already, serves a rollback but no other process.
+            to_disk: False for one that is taken within a step, when its data is drawn already: it serves no other
+                process.
             healthy: Whether it counts as healthy at once, as that of the start does.
 
         Returns:
@@ -682,11 +668,7 @@ class SnapshotManager:
         """Go back to the newest healthy snapshot, in place; None if there is none.
 
         Random generators and the data position stay, and pending snapshots go: what follows is another course of
-        training.
-
-        Args:
-            started: The step at which the trouble started, if it was found late: snapshots from after it go too, if
-                there is one from before.
+        training. If the trouble `started` at a known step, snapshots from after it go too, if there is one from before.
         """
         self.spoil()
         self.complete()

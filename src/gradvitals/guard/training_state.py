@@ -104,19 +104,7 @@ def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch
 
 
 class TrainingState:
-    """Everything that a run needs to continue bit for bit.
-
-    Args:
-        model: The model; parameters and all buffers are kept.
-        optimizers: All that step it.
-        schedulers: Anything with `state_dict` and `load_state_dict` that follows the optimizer's steps.
-        scaler: A `torch.amp.GradScaler`, or something like it.
-        data: The position in the data: an object with `state_dict` and `load_state_dict`, or a pair of functions that
-            get and set the position.
-
-    Attributes:
-        cannot_restore: What will be missing after a resume, one phrase each.
-    """
+    """Everything that a run needs to continue bit for bit; see `Guard` for the arguments."""
 
     def __init__(
         self,
@@ -141,6 +129,7 @@ class TrainingState:
             _expect_state(data, "data", DATA_FORMS)
             self._get_position, self._set_position = data.state_dict, data.load_state_dict
         self.cannot_restore = list(self._missing())
+        """What will be missing after a resume, one phrase each."""
         for name, tensor in self.parameters().items():
             if tensor.is_meta:
                 raise ValueError(f"parameter {name} is on the meta device; build the Guard after it has values")
@@ -261,10 +250,8 @@ class TrainingState:
     def restore(self, plain: Mapping[str, Any], copies: Mapping[str, Tensor], *, position: bool) -> None:
         """Copy everything back, into the tensors that are there. The snapshot must fit.
 
-        Args:
-            plain: The plain values of `read` and `read_settings`.
-            copies: The tensors of both, as `dense` shows them.
-            position: Whether to restore random generators and the data position too.
+        `plain` and `copies` are from `read` and `read_settings`; `position` restores random generators and the data
+        position too.
         """
         parameters = self.parameters()
         pairs = [(dense(tensor), copies[name]) for name, tensor in self.tensors().items()]

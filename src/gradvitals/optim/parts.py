@@ -337,12 +337,9 @@ class GradientParts:
         return self._entries[parameter].count
 
     def follow(self, parameters: Iterable[Tensor], *, group: int, dtype: torch.dtype | None) -> None:
-        """Start to collect the gradients of these parameters.
+        """Start to collect the gradients of these parameters, which are leaves.
 
-        Args:
-            parameters: Leaves that backward reaches.
-            group: Index of their group. A block has parameters of one group.
-            dtype: Of their accumulators. None: float32, or float64 for float64 parameters.
+        `dtype` is that of their accumulators. None: float32, or float64 for float64 parameters.
         """
         for parameter in parameters:
             check_parameter(parameter)

@@ -174,9 +174,7 @@ def factors_by_layer(blocks: Sequence[GradientBlock]) -> dict[int, list[Tensor]]
 def averaged(block: GradientBlock, factors: list[Tensor]) -> list[Tensor]:
     """Update the moving averages with this step's factors, in place, and return them.
 
-    Args:
-        block: Has the averages.
-        factors: Of this step. They become the average if there is none yet.
+    Factors become the average if there is none yet.
     """
     # A new average gets its own memory, laid out like the gradient.
     used = [
