@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarded_runs import Run
+from guarded_runs import Run, train_step
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError, GradvitalsError
@@ -101,11 +101,7 @@ def test_a_guard_that_is_given_to_watch(tmp_path: Path) -> None:
     assert (guard.step, guard.actions) == (0, [])
     with gv.watch(net, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True), guard=guard) as monitor:
         for value in (1.0, float("nan"), 1.0):
-            loss = net(torch.full((4, 2), value)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            monitor.observe(loss)
-            optimizer.step()
+            train_step(monitor, optimizer, net(torch.full((4, 2), value)).square().mean())
     assert (guard.step, [(action.kind, action.step) for action in guard.actions]) == (2, [("skip", 1)])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarded_runs import Run, adamw, batch, without
+from guarded_runs import Run, adamw, batch, train_step, without
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -98,11 +98,7 @@ def test_a_gradient_that_is_a_hundred_times_larger_for_good_is_accepted(
     counted = []
     for index in range(400):
         inputs, targets = batch(index)
-        loss = (net(inputs) - targets).square().mean() * (100.0 if index >= 100 else 1.0)
-        optimizer.zero_grad()
-        loss.backward()
-        monitor.observe(loss)
-        optimizer.step()
+        train_step(monitor, optimizer, (net(inputs) - targets).square().mean() * (100.0 if index >= 100 else 1.0))
         counted.append(guard.step)
     monitor.close()
     assert guard.step - counted[299] == 100, "the last hundred steps are all made"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from guarded_kinds import ACT, BAD, DEVICE, HOST, LATE, ON_DEVICE, QUICK, SCHEDULERS, STEPS, never_had_them
-from guarded_runs import Makes, Net, Run, adamw, batch, bits, without
+from guarded_runs import Makes, Net, Run, adamw, batch, bits, train_step, without
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -450,11 +450,7 @@ def test_a_loss_too_large_for_single_precision_is_skipped_too(tmp_path: Path) ->
     with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True), guard=guard) as monitor:
         for step in range(30):
             inputs = torch.randn(8, 4).double() * (1e25 if step == 20 else 1.0)
-            loss = model(inputs).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            monitor.observe(loss)
-            optimizer.step()
+            train_step(monitor, optimizer, model(inputs).square().mean())
     assert [(action.kind, action.step) for action in monitor.actions] == [("skip", 20)]
     assert model.weight.abs().max() < 10
 
@@ -467,11 +463,7 @@ def test_nobody_is_reported_to_leave_out_what_was_skipped(tmp_path: Path) -> Non
     with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True), guard=guard) as monitor:
         for step in range(80):
             inputs = torch.randn(64, 4) * (1e3 if step == 50 else 1.0)
-            loss = (model(inputs) - 1).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            monitor.observe(loss)
-            optimizer.step()
+            train_step(monitor, optimizer, (model(inputs) - 1).square().mean())
     assert [(action.kind, action.step) for action in monitor.actions] == [("skip", 50)]
     fixes = {finding.id: finding.fixes[0] for finding in monitor.findings if finding.severity != "info"}
     assert fixes.keys() == {"loss_spike"}

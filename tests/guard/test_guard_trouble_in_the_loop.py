@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarded_runs import NAN, Run, adamw, batch
+from guarded_runs import NAN, Run, adamw, batch, train_step
 from torch import nn
 
 import gradvitals as gv
@@ -32,11 +32,7 @@ def test_a_critic_that_steps_five_times_is_guarded_each_time(decide: Any, tmp_pa
     for round_ in range(10):
         for number, (name, optimizer) in enumerate([*[("critic", optimizers[0])] * 5, ("other", optimizers[1])]):
             inputs, targets = batch(made, "nan" if (round_, number) == (4, 2) else "")
-            loss = (nets[name](inputs) - targets).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            monitor.observe(loss)
-            optimizer.step()
+            train_step(monitor, optimizer, (nets[name](inputs) - targets).square().mean())
             made += 1
     assert monitor.step == 50  # a step is over when each has stepped, or one steps again
     monitor.close()
