@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import click
@@ -15,6 +16,13 @@ from gradvitals.cli.output import console, json_option, print_json
 WORKLOADS = ("mlp", "cnn", "gpt", "gpt-124m", "gpt-1.3b")
 VARIANTS = ("bare", "bare again", "watch", "run", "every step", "gv.optim.AdamW", "norm loop", "histograms")
 """Both as in `gradvitals.bench`, which imports torch."""
+
+DEVICES, COUNT = click.Choice(["auto", "cpu", "cuda"]), click.IntRange(min=1)
+WORKLOAD_HELP = "Model to train. Repeatable.  [default: all that suit the device]"
+VARIANT_HELP = f"What to time besides bare steps: {', '.join(VARIANTS[1:])}. Repeatable.  [default: all]"
+MEMORY_HELP = "Let the C library keep freed memory, so page faults do not blur the times."
+
+_option = partial(click.option, show_default=True)
 
 
 @click.group()
@@ -28,46 +36,14 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where to run; auto uses a GPU if there is one.",
-)
-@click.option(
-    "--workload",
-    "workloads",
-    type=click.Choice(WORKLOADS),
-    multiple=True,
-    help="Model to train. Repeatable.  [default: all that suit the device]",
-)
-@click.option(
-    "--variant",
-    "variants",
-    type=click.Choice(VARIANTS),
-    multiple=True,
-    metavar="VARIANT",
-    help=f"What to time besides bare steps: {', '.join(VARIANTS[1:])}. Repeatable.  [default: all]",
-)
-@click.option("--compile", "compiled", is_flag=True, help="Time compiled models too.")
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=200, show_default=True, help="Timed steps per variant and round."
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=6,
-    show_default=True,
-    help="Rounds, each with new processes; an interval needs at least six.",
-)
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads per process.  [default: torch's]")
-@click.option(
-    "--keep-memory/--no-keep-memory",
-    default=True,
-    show_default=True,
-    help="Let the C library keep freed memory, so page faults do not blur the times.",
-)
+@_option("--device", type=DEVICES, default="auto", help="Where to run; auto uses a GPU if there is one.")
+@_option("--workload", "workloads", type=click.Choice(WORKLOADS), multiple=True, help=WORKLOAD_HELP)
+@_option("--variant", "variants", type=click.Choice(VARIANTS), multiple=True, metavar="VARIANT", help=VARIANT_HELP)
+@_option("--compile", "compiled", is_flag=True, help="Time compiled models too.", show_default=False)
+@_option("--steps", type=COUNT, default=200, help="Timed steps per variant and round.")
+@_option("--rounds", type=COUNT, default=6, help="Rounds, each with new processes; an interval needs at least six.")
+@_option("--threads", type=COUNT, help="Torch threads per process.  [default: torch's]")
+@_option("--keep-memory/--no-keep-memory", default=True, help=MEMORY_HELP)
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown tables.")
 @json_option
 def overhead(as_markdown: bool, as_json: bool, **options: Any) -> None:

@@ -248,15 +248,9 @@ class PartAdder:
                 adding = module.Adding(sizes, total.device)
             self._sets[key] = adding  # now the newest
             self._drop_oldest()
-            adding.add(
-                parts,
-                totals,
-                noises,
-                count=some.count,
-                rounding=rounding_of(total.dtype, some.count) / some.count**2,
-                added=some.added,
-                fresh=some.fresh,
-            )
+            rounding = rounding_of(total.dtype, some.count) / some.count**2
+            ways = {"added": some.added, "fresh": some.fresh}
+            adding.add(parts, totals, noises, count=some.count, rounding=rounding, **ways)
         except Exception as error:
             kernels.give_up("vrgd", error, "torch adds the parts of batches")
             return False
