@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradvitals.guard import RollBack
 from gradvitals.guard.snapshot import SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -68,7 +69,7 @@ class Run:
         training_state = TrainingState(
             self.net, self.optimizers, schedulers=self.schedulers, scaler=scaler, data=self.data
         )
-        self.snapshots = SnapshotManager(training_state, every=every, settle=settle, keep=keep, folder=folder)
+        self.snapshots = SnapshotManager(training_state, RollBack(every=every, settle=settle, keep=keep), folder=folder)
 
     def train(self, steps: int, *, snapshots: bool = False) -> None:
         for _ in range(steps):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import gradvitals.optim as gvo
+from gradvitals.guard import RollBack
 from gradvitals.guard.snapshot import Restored, SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -150,7 +151,7 @@ def test_nested_state_and_state_of_no_parameter() -> None:
         loss.backward()
         return loss
 
-    snapshots = SnapshotManager(TrainingState(net, optimizer), every=1, settle=0)
+    snapshots = SnapshotManager(TrainingState(net, optimizer), RollBack(every=1, settle=0))
     optimizer.step(closure)
     optimizer.state["shared"] = (torch.ones(2), [3, "x"])
     snapshots.take(1)
@@ -177,7 +178,9 @@ def test_payloads_of_nan_and_odd_memory_are_copied_verbatim() -> None:
     net.register_buffer("sliced", torch.arange(12).view(3, 4)[:, ::2])
     tensors = [*net.parameters(), *net.buffers()]
     before = [bits(tensor) for tensor in tensors]
-    snapshots = SnapshotManager(TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0)), every=1, settle=0)
+    snapshots = SnapshotManager(
+        TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0)), RollBack(every=1, settle=0)
+    )
     snapshots.take(1)
     snapshots.complete()
     with torch.no_grad():
@@ -203,7 +206,9 @@ def test_extra_state_of_modules() -> None:
             self.count = state["count"]
 
     net = nn.Sequential(Counting(2, 2))
-    snapshots = SnapshotManager(TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0)), every=1, settle=0)
+    snapshots = SnapshotManager(
+        TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0)), RollBack(every=1, settle=0)
+    )
     snapshots.take(1)
     net[0].count = 9
     snapshots.settle(1)
@@ -237,7 +242,7 @@ def test_only_healthy_ones_are_gone_back_to_and_bad_ones_never_replace_them() ->
 
 def test_a_model_that_has_changed_is_left_alone() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
-    snapshots = SnapshotManager(TrainingState(net, torch.optim.SGD(net.parameters())), every=1, settle=0)
+    snapshots = SnapshotManager(TrainingState(net, torch.optim.SGD(net.parameters())), RollBack(every=1, settle=0))
     snapshots.take(1)
     snapshots.complete()
     snapshots.settle(1)
@@ -279,7 +284,7 @@ def test_names_do_not_depend_on_torch_compile_and_cover_what_only_an_optimizer_k
     optimizer = torch.optim.SGD([*net.parameters(), alone])
     training_state = TrainingState(torch.compile(net, backend="eager"), optimizer)
     assert set(plain["parameter groups"][0]) < set(training_state.parts()["parameter groups"][0])
-    snapshots = SnapshotManager(training_state, every=1, settle=0)
+    snapshots = SnapshotManager(training_state, RollBack(every=1, settle=0))
     snapshots.take(1)
     snapshots.complete()
     snapshots.settle(1)

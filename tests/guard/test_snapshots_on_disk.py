@@ -17,7 +17,7 @@ from snapshot_runs import Position, Run, bits, seed_all
 from torch import nn
 from torch.optim import lr_scheduler
 
-from gradvitals.guard import snapshot
+from gradvitals.guard import RollBack, snapshot
 from gradvitals.guard.snapshot import SnapshotError, SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -99,6 +99,7 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from torch import nn
+from gradvitals.guard import RollBack
 from gradvitals.guard.snapshot import SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -107,7 +108,7 @@ def write(pipe):
     \"\"\"Check what was resumed from, then write without a pause, and tell of each step when it is on disk.\"\"\"
     net = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])
     state = TrainingState(net, torch.optim.SGD(net.parameters()))
-    snapshots = SnapshotManager(state, every=1, settle=2, folder=Path(sys.argv[1]))
+    snapshots = SnapshotManager(state, RollBack(every=1, settle=2), folder=Path(sys.argv[1]))
     restored = snapshots.resume()
     step = restored.step if restored else 0
     if restored:
@@ -197,7 +198,7 @@ def test_a_folder_that_is_gone_is_reported_once_and_tried_again(tmp_path: Path) 
 def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Linear(3, 3)
     training_state = TrainingState(net, torch.optim.SGD(net.parameters()))
-    snapshots = SnapshotManager(training_state, every=1, settle=1, folder=tmp_path)
+    snapshots = SnapshotManager(training_state, RollBack(every=1, settle=1), folder=tmp_path)
     snapshots.take(1)
     snapshots.flush()
 
@@ -232,7 +233,7 @@ def test_a_slow_disk_skips_and_never_mixes(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(snapshot, "save_tensors", slow)
     net = nn.Linear(3, 3)
     snapshots = SnapshotManager(
-        TrainingState(net, torch.optim.SGD(net.parameters())), every=1, settle=1, keep=1, folder=tmp_path
+        TrainingState(net, torch.optim.SGD(net.parameters())), RollBack(every=1, settle=1, keep=1), folder=tmp_path
     )
     for step in range(1, 10):
         snapshots.settle(step)
@@ -252,7 +253,9 @@ def test_a_slow_disk_skips_and_never_mixes(tmp_path: Path, monkeypatch: pytest.M
         alone = tmp_path.with_name(f"alone-{path.name}")
         shutil.copytree(path, alone / path.name)
         one = nn.Linear(3, 3)
-        other = SnapshotManager(TrainingState(one, torch.optim.SGD(one.parameters())), every=1, settle=1, folder=alone)
+        other = SnapshotManager(
+            TrainingState(one, torch.optim.SGD(one.parameters())), RollBack(every=1, settle=1), folder=alone
+        )
         restored = other.resume()
         assert restored is not None
         assert set(one.weight.flatten().tolist()) == {float(restored.step)}
@@ -262,7 +265,7 @@ def test_a_slow_disk_skips_and_never_mixes(tmp_path: Path, monkeypatch: pytest.M
 def test_spoiled_while_being_written_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Linear(3, 3)
     snapshots = SnapshotManager(
-        TrainingState(net, torch.optim.SGD(net.parameters())), every=1, settle=1, folder=tmp_path
+        TrainingState(net, torch.optim.SGD(net.parameters())), RollBack(every=1, settle=1), folder=tmp_path
     )
     write = snapshot.save_tensors
 
@@ -326,7 +329,7 @@ MISFITS = {
 def test_what_does_not_fit_is_printed_and_nothing_is_touched(written: Path, case: Any) -> None:
     make, words = case
     one = make()
-    snapshots = SnapshotManager(one, every=2, settle=0, folder=written)
+    snapshots = SnapshotManager(one, RollBack(every=2, settle=0), folder=written)
     before = [bits(tensor) for tensor in one.read()[1].values()]
     with pytest.raises(SnapshotError, match=words):
         snapshots.resume()
@@ -337,7 +340,7 @@ def test_what_does_not_fit_is_printed_and_nothing_is_touched(written: Path, case
 def test_a_damaged_file_is_an_error_that_names_it(written: Path) -> None:
     (data,) = written.glob("snapshot-*/*.distcp")
     data.write_bytes(data.read_bytes()[:100])
-    snapshots = SnapshotManager(training_state(), every=2, settle=0, folder=written)
+    snapshots = SnapshotManager(training_state(), RollBack(every=2, settle=0), folder=written)
     with pytest.raises(SnapshotError, match=r"snapshot-00000001 cannot be read .* remove it"):
         snapshots.resume()
     snapshots.close()
@@ -351,4 +354,4 @@ def test_snapshots_of_another_kind_are_refused(written: Path, meta: str, words: 
     (path,) = written.glob("snapshot-*/meta.json")
     path.write_text(meta)
     with pytest.raises(SnapshotError, match=words):
-        SnapshotManager(training_state(), every=2, settle=0, folder=written)
+        SnapshotManager(training_state(), RollBack(every=2, settle=0), folder=written)

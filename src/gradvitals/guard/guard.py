@@ -298,8 +298,7 @@ class GuardLoop:
         self.on_device, self.folder = on_device, folder
         self.snapshots: SnapshotManager | None = None
         if rollback.mode == "on" or folder is not None:
-            pace = {"every": rollback.every, "settle": rollback.settle, "keep": rollback.keep}
-            self.snapshots = SnapshotManager(state, folder=folder, group=ranks.group, stage=ranks.stage, **pace)
+            self.snapshots = SnapshotManager(state, rollback, folder, ranks.group, ranks.stage)
         self.ticks = SkippedTicks(state.schedulers, state.scaler)
         table = monitor.recorder.table
         self.wrappers = [StepWrapper(one, clip, skip) for one in table.optimizers]
@@ -446,13 +445,9 @@ class GuardLoop:
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _may_step(self, wrapper: StepWrapper, inputs: StepInputs) -> bool:
-        numbers = step_numbers(
-            inputs,
-            per_tensor=wrapper.clipper.per_tensor,
-            ranks=self.ranks,
-            surprise=self.buffers.surprise(self.skip.ratio) if wrapper is self.wrappers[0] else None,
-            scaler_skips=getattr(wrapper.optimizer, "found_inf", 0.0),
-        )
+        surprise = self.buffers.surprise(self.skip.ratio) if wrapper is self.wrappers[0] else None
+        found_inf, each = getattr(wrapper.optimizer, "found_inf", 0.0), wrapper.clipper.per_tensor
+        numbers = step_numbers(inputs, per_tensor=each, ranks=self.ranks, surprise=surprise, scaler_skips=found_inf)
         if numbers is None:
             return True
         if self._trial is not None:

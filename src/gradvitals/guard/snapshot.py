@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from gradvitals.distributed.shards import local, placements
 from gradvitals.distributed.topology import own_group
 from gradvitals.guard.actions import copy_all
+from gradvitals.guard.policy import RollBack
 from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, sizes_of
 
 MAX_PENDING = 2
@@ -500,26 +501,22 @@ class Restored:
 class SnapshotManager:
     """Takes snapshots, learns which are healthy, and restores one.
 
-    Host memory holds `keep` healthy snapshots and up to two pending ones; see `RollBack` for the settings. In a
-    distributed run all processes of the `group` must make the same calls with the same steps. `stage` is the pipeline
-    stage, if stages use the same names for different tensors.
+    Host memory holds `keep` healthy snapshots and up to two pending ones. In a distributed run all processes of the
+    `group` must make the same calls with the same steps. `stage` is the pipeline stage, if stages use the same names
+    for different tensors.
     """
 
     def __init__(
         self,
         state: TrainingState,
-        *,
-        every: int,
-        settle: int,
-        keep: int = 2,
+        pace: RollBack,
         folder: Path | None = None,
         group: Any = None,
         stage: int | None = None,
     ) -> None:
-        self.state = state
+        self.state, self._pace = state, pace
         self.problems: list[str] = []
         """A sentence for each kind of problem so far. A thread adds to it."""
-        self._every, self._settle, self._keep = every, settle, keep
         self._ring: list[Snapshot] = []
         """At most `keep` healthy ones and `MAX_PENDING` pending ones, oldest first."""
         self._open: Snapshot | None = None
@@ -555,7 +552,7 @@ class SnapshotManager:
 
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken after `step` steps; at the start of a run more often."""
-        wait = min(self._every, max(FIRST_STEPS, self._last_step))
+        wait = min(self._pace.every, max(FIRST_STEPS, self._last_step))
         return step - self._last_step >= wait and len(self._pending) < MAX_PENDING
 
     def newest(self, before: int | None = None) -> Snapshot | None:
@@ -627,14 +624,13 @@ class SnapshotManager:
 
         Healthy ones beyond `keep` go, the oldest first.
         """
-        settled = [
-            one for one in self._pending if one.step <= step - min(self._settle, max(FIRST_STEPS, one.step // 2))
-        ]
+        wait = self._pace.settle
+        settled = [one for one in self._pending if one.step <= step - min(wait, max(FIRST_STEPS, one.step // 2))]
         for one in settled:
             one.healthy = True
             if self._store is not None:
                 self._store.mark_healthy(one.serial)
-        for one in [one for one in self._ring if one.healthy][: -self._keep]:
+        for one in [one for one in self._ring if one.healthy][: -self._pace.keep]:
             self._remove(one)
         return [one.step for one in settled]
 
@@ -707,7 +703,7 @@ class SnapshotManager:
         plain, tensors, changed = self._store.read(newest.serial, self.state)
         self.state.restore(plain, tensors, position=not changed)
         self.forget()
-        healthy = [one for one in complete if one.healthy][-self._keep :]
+        healthy = [one for one in complete if one.healthy][-self._pace.keep :]
         self._ring = healthy if newest in healthy else [*healthy, newest]
         self._last_step = newest.step
         return Restored(newest.step, plain["extra"], changed)

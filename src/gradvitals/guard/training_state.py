@@ -107,13 +107,7 @@ class TrainingState:
     """Everything that a run needs to continue bit for bit; see `Guard` for the arguments."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        *,
-        schedulers: Any = (),
-        scaler: Any = None,
-        data: Any = None,
+        self, model: nn.Module, optimizers: Any, *, schedulers: Any = (), scaler: Any = None, data: Any = None
     ) -> None:
         self.model = unwrapped(model)
         self.optimizers, self.schedulers, self.scaler = _as_list(optimizers), _as_list(schedulers), scaler
