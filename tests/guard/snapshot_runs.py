@@ -104,6 +104,19 @@ class Run:
         return {"tensors": tensors, "plain": repr(plain)}
 
 
+def snapshots_of(net: nn.Module, folder: Path | None = None, *, settle: int = 0, keep: int = 2) -> SnapshotManager:
+    """Snapshots at every step of a model under plain gradient descent."""
+    state = TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    return SnapshotManager(state, RollBack(every=1, settle=settle, keep=keep), folder)
+
+
+def take_healthy(snapshots: SnapshotManager, step: int) -> None:
+    """Take a snapshot that has settled at once."""
+    snapshots.take(step)
+    snapshots.complete()
+    snapshots.settle(step)
+
+
 def bits(tensor: Tensor) -> bytes:
     return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
 

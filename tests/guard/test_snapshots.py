@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot_runs import Run, bits, seed_all
+from snapshot_runs import Run, bits, seed_all, snapshots_of, take_healthy
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -154,9 +154,7 @@ def test_nested_state_and_state_of_no_parameter() -> None:
     snapshots = SnapshotManager(TrainingState(net, optimizer), RollBack(every=1, settle=0))
     optimizer.step(closure)
     optimizer.state["shared"] = (torch.ones(2), [3, "x"])
-    snapshots.take(1)
-    snapshots.complete()
-    snapshots.settle(1)
+    take_healthy(snapshots, 1)
     optimizer.step(closure)
     first = bits(net.weight)
     optimizer.state["shared"][0].zero_()
@@ -178,9 +176,7 @@ def test_payloads_of_nan_and_odd_memory_are_copied_verbatim() -> None:
     net.register_buffer("sliced", torch.arange(12).view(3, 4)[:, ::2])
     tensors = [*net.parameters(), *net.buffers()]
     before = [bits(tensor) for tensor in tensors]
-    snapshots = SnapshotManager(
-        TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0)), RollBack(every=1, settle=0)
-    )
+    snapshots = snapshots_of(net)
     snapshots.take(1)
     snapshots.complete()
     with torch.no_grad():
@@ -206,9 +202,7 @@ def test_extra_state_of_modules() -> None:
             self.count = state["count"]
 
     net = nn.Sequential(Counting(2, 2))
-    snapshots = SnapshotManager(
-        TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0)), RollBack(every=1, settle=0)
-    )
+    snapshots = snapshots_of(net)
     snapshots.take(1)
     net[0].count = 9
     snapshots.settle(1)
@@ -242,10 +236,8 @@ def test_only_healthy_ones_are_gone_back_to_and_bad_ones_never_replace_them() ->
 
 def test_a_model_that_has_changed_is_left_alone() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
-    snapshots = SnapshotManager(TrainingState(net, torch.optim.SGD(net.parameters())), RollBack(every=1, settle=0))
-    snapshots.take(1)
-    snapshots.complete()
-    snapshots.settle(1)
+    snapshots = snapshots_of(net)
+    take_healthy(snapshots, 1)
     net.append(nn.Linear(2, 2))
     before = bits(net[0].weight)
     with torch.no_grad():
@@ -285,9 +277,7 @@ def test_names_do_not_depend_on_torch_compile_and_cover_what_only_an_optimizer_k
     training_state = TrainingState(torch.compile(net, backend="eager"), optimizer)
     assert set(plain["parameter groups"][0]) < set(training_state.parts()["parameter groups"][0])
     snapshots = SnapshotManager(training_state, RollBack(every=1, settle=0))
-    snapshots.take(1)
-    snapshots.complete()
-    snapshots.settle(1)
+    take_healthy(snapshots, 1)
     with torch.no_grad():
         alone.zero_()
     snapshots.restore()
