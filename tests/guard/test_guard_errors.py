@@ -121,36 +121,24 @@ def test_what_snapshots_cannot_restore_is_printed_once(tmp_path: Path, capsys: p
     assert guard.actions == []
 
 
+WRONG: dict[type[Response], dict[str, list[Any]]] = {
+    Clip: {
+        "mode": ["maybe"], "method": ["median"], "quantile": [1.0, math.nan, "0.9"], "window": [19, 20.0],
+        "z_threshold": [-1], "tensor_ratio": [math.nan], "first_steps": [1],
+    },
+    Skip: {
+        "mode": [True], "ratio": [1, math.inf, True], "max_streak": [0, 2.0], "max_recent": [0], "give_up": ["soon"],
+        "first_steps": [0],
+    },
+    RollBack: {
+        "budget": [-1], "lr_jump": [1], "moved": [math.nan], "grown": ["10"], "every": [0], "settle": [-1], "keep": [0],
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("response", "name", "value"),
-    [
-        (Clip, "mode", "maybe"),
-        (Skip, "mode", True),
-        (Clip, "method", "median"),
-        (Clip, "quantile", 1.0),
-        (Clip, "quantile", math.nan),
-        (Clip, "quantile", "0.9"),
-        (Clip, "window", 19),
-        (Clip, "window", 20.0),
-        (Clip, "z_threshold", -1),
-        (Clip, "tensor_ratio", math.nan),
-        (Clip, "first_steps", 1),
-        (Skip, "ratio", 1),
-        (Skip, "ratio", math.inf),
-        (Skip, "ratio", True),
-        (Skip, "max_streak", 0),
-        (Skip, "max_streak", 2.0),
-        (Skip, "max_recent", 0),
-        (Skip, "give_up", "soon"),
-        (Skip, "first_steps", 0),
-        (RollBack, "budget", -1),
-        (RollBack, "lr_jump", 1),
-        (RollBack, "moved", math.nan),
-        (RollBack, "grown", "10"),
-        (RollBack, "every", 0),
-        (RollBack, "settle", -1),
-        (RollBack, "keep", 0),
-    ],
+    [(kind, name, value) for kind, wrong in WRONG.items() for name, values in wrong.items() for value in values],
 )
 def test_what_each_response_has_is_checked(response: type[Response], name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} of {response.__name__} is .*; expected "):

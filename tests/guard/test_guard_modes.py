@@ -137,23 +137,6 @@ def test_an_error_of_the_guard_ends_the_guarding_and_not_the_training(
     assert [kept.id for kept in gv.open_run(run.monitor.run_path).findings].count("guard_error") == 1
 
 
-def test_an_error_of_the_optimizer_is_the_users_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", {"mode": "act", "decide": "device"}, optimizers=lambda net: adamw(net, fused=True))
-    run.train(range(3))
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    handle = run.optimizers[0].register_step_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        run.step(3)
-    handle.remove()
-    assert not hasattr(run.optimizers[0], "found_inf")
-    assert run.optimizers[0].param_groups[0]["lr"] == 0.01
-    run.train(range(3, 6)).close()
-    assert all(bool(torch.isfinite(parameter).all()) for parameter in run.net.parameters())
-
-
 def test_a_loss_that_the_loop_never_tells_is_no_trouble(tmp_path: Path) -> None:
     net = nn.Linear(6, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

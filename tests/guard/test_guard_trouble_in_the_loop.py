@@ -41,31 +41,26 @@ def test_a_critic_that_steps_five_times_is_guarded_each_time(decide: Any, tmp_pa
     assert guard.step == 49
 
 
-def test_an_error_in_the_optimizers_step_does_not_blind_the_guard(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", ACT, bad={6: "nan"}).train(range(5))
-    optimizer = run.optimizers[0]
-    hook = optimizer.register_step_pre_hook(_interrupt)
+@pytest.mark.parametrize("decide", ["host", "device"])
+def test_a_step_that_is_interrupted_leaves_nothing_behind_and_does_not_blind_the_guard(
+    decide: str, tmp_path: Path
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    settings: dict[str, Any] = {"optimizers": lambda net: adamw(net, fused=True), "bad": {6: "nan"}}
+    run = Run(tmp_path / "run", {**ACT, "decide": decide}, **settings).train(range(5))
+    (optimizer,) = run.optimizers
+    lr_factors(optimizer).set("somebody", 0.5)
+    hook = optimizer.register_step_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run.train([5])
+        run.step(5)
     hook.remove()
+    assert not hasattr(optimizer, "found_inf")
+    assert optimizer.param_groups[0]["lr"] == 0.01
     run.train(range(6, 12)).close()
     assert finite(run.net)
     assert [(action.kind, action.finding) for action in run.guard.actions] == [("skip", "nonfinite")]
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def test_a_rate_that_was_lowered_is_put_back_when_the_step_is_interrupted(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", ACT).train(range(5))
-    optimizer = run.optimizers[0]
-    lr_factors(optimizer).set("somebody", 0.5)
-    optimizer.register_step_pre_hook(_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run.train([5])
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    run.close()
 
 
 @pytest.mark.parametrize(("fused", "decide"), [(False, "host"), (True, "device")], ids=["host", "device"])

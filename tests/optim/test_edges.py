@@ -218,22 +218,6 @@ def test_removed_gradient_discards_its_parts(scale: str) -> None:
     pair.step(*STEPS[2:4])
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("when", ["after the step", "before backward"])
-def test_usual_places_of_zero_grad(when: str, set_to_none: bool) -> None:
-    pair = Pair("adamw")
-    holder = nn.ParameterList(pair.params)
-    for parts in STEPS:
-        if when == "before backward":
-            holder.zero_grad(set_to_none)
-        accumulate(pair.params, parts)
-        pair.optimizer.step()
-        if when == "after the step":
-            holder.zero_grad(set_to_none)
-        pair.truth.step([[c / 8 for c in part] for part in parts])
-        pair.compare()
-
-
 @BOTH
 def test_closure_runs_all_parts(wrap: bool) -> None:
     pair = Pair("sgd", wrap=wrap)

@@ -75,40 +75,27 @@ def test_maximize(rule: str, options: dict[str, Any], wrap: bool) -> None:
     Pair(rule, wrap=wrap, maximize=True, **options).step(*STEPS[:4])
 
 
-GROUPS: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "sgd": (
-        "sgd",
-        [
-            {"lr": 0.1, "gamma": 0.3, "beta3": 0.5},
-            {"lr": 0.3, "gamma": 0.0, "momentum": 0.9},
-            {"lr": 0.2},
-            {"lr": 0.01, "gamma": 1.0},
-        ],
-    ),
-    "adamw": (
-        "adamw",
-        [
-            {"lr": 0.02, "gamma": 0.3, "beta3": 0.5},
-            {"lr": 0.05, "beta3": 0.0, "weight_decay": 0.0},
-            {"lr": 0.01, "betas": (0.5, 0.9)},
-            {"lr": 0.01, "gamma": 0.05, "beta3": 0.99},
-        ],
-    ),
-    "lamb": (
-        "lamb",
-        [{"lr": 0.01, "gamma": g, "beta3": b} for g, b in ((0.2, 0.5), (0.4, 0.0), (0.1, 0.9), (0.0, 0.9))],
-    ),
-    "lars": (
-        "lars",
-        [{"lr": 1.0, "gamma": g, "momentum": m} for g, m in ((0.2, 0.5), (0.4, 0.0), (0.1, 0.9), (0.0, 0.9))],
-    ),
+GROUPS: dict[str, list[dict[str, Any]]] = {
+    "sgd": [
+        {"lr": 0.1, "gamma": 0.3, "beta3": 0.5},
+        {"lr": 0.3, "gamma": 0.0, "momentum": 0.9},
+        {"lr": 0.2},
+        {"lr": 0.01, "gamma": 1.0},
+    ],
+    "adamw": [
+        {"lr": 0.02, "gamma": 0.3, "beta3": 0.5},
+        {"lr": 0.05, "beta3": 0.0, "weight_decay": 0.0},
+        {"lr": 0.01, "betas": (0.5, 0.9)},
+        {"lr": 0.01, "gamma": 0.05, "beta3": 0.99},
+    ],
+    "lamb": [{"lr": 0.01, "gamma": g, "beta3": b} for g, b in ((0.2, 0.5), (0.4, 0.0), (0.1, 0.9), (0.0, 0.9))],
+    "lars": [{"lr": 1.0, "gamma": g, "momentum": m} for g, m in ((0.2, 0.5), (0.4, 0.0), (0.1, 0.9), (0.0, 0.9))],
 }
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-@pytest.mark.parametrize("name", GROUPS)
-def test_groups_with_their_own_settings(name: str, wrap: bool) -> None:
-    rule, each = GROUPS[name]
+@pytest.mark.parametrize(("rule", "each"), GROUPS.items(), ids=list(GROUPS))
+def test_groups_with_their_own_settings(rule: str, each: list[dict[str, Any]], wrap: bool) -> None:
     params = parameters(starting_weights())
     groups = [{"params": [p], **options} for p, options in zip(params, each, strict=True)]
     optimizer = build(rule, groups, wrap=wrap, lr=123.0)
@@ -146,28 +133,22 @@ def test_gamma_out_of_range_raises(gamma: float) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"beta3": 1.0},
-        {"beta3": -0.1},
-        {"k": 1},
-        {"k": 0},
-        {"scale": "magic"},
-        {"granularity": "galaxy"},
-        {"granularity": "hierarchical"},  # wiener's
-        {"scale": "wiener", "granularity": "layer"},  # the paper's
-        {"moments_dtype": torch.int32},
-        {"moments_dtype": torch.float16},
-        {"moments_dtype": "bf16"},
-    ],
-    ids=str,
-)
+WRONG: list[dict[str, Any]] = [
+    *({"beta3": beta3} for beta3 in (1.0, -0.1)),
+    *({"k": k} for k in (1, 0)),
+    *({"moments_dtype": dtype} for dtype in (torch.int32, torch.float16, "bf16")),
+    {"scale": "magic"},
+    {"granularity": "galaxy"},
+    {"granularity": "hierarchical"},  # wiener's
+    {"granularity": "layer", "scale": "wiener"},  # the paper's
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 @pytest.mark.parametrize("wrap", [False, True])
 def test_invalid_options_raise(wrong: dict[str, Any], wrap: bool) -> None:
     named = [(f"layer{i}.weight", p) for i, p in enumerate(parameters(starting_weights()))]
-    name = "granularity" if "granularity" in wrong else next(iter(wrong))
-    with pytest.raises((ValueError, TypeError), match=name):
+    with pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
         build("sgd", named, wrap=wrap, **wrong)
 
 
