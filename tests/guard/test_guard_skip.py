@@ -15,22 +15,17 @@ from torch.optim import lr_scheduler
 import gradvitals as gv
 
 
-@pytest.mark.parametrize("name", HOST)
-def test_on_the_host_it_is_as_if_the_batch_had_never_been_there(name: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"optimizers": HOST[name], "parts": 8 if name == "vr_adamw" else 1}
+@pytest.mark.parametrize(
+    ("decide", "name"), [*(("host", name) for name in HOST), *(("device", name) for name in DEVICE)]
+)
+def test_it_is_as_if_the_batch_had_never_been_there(decide: str, name: str, tmp_path: Path) -> None:
+    guard, make = {**ACT, "decide": decide}, (HOST if decide == "host" else DEVICE)[name]
+    settings: dict[str, Any] = {"optimizers": make, "parts": 8 if name == "vr_adamw" else 1}
     bad = {step * settings["parts"]: kind for step, kind in BAD.items()}
-    guarded = Run(tmp_path / "run", ACT, bad=bad, **settings).train(range(STEPS)).close()
+    guarded = Run(tmp_path / "run", guard, bad=bad, **settings).train(range(STEPS)).close()
     assert sorted(set(guarded.kinds())) == [("skip", step) for step in BAD]
     assert guarded.guard.step == STEPS - len(BAD)
     assert guarded.all_bits() == never_had_them(BAD, **settings).all_bits()
-
-
-@pytest.mark.parametrize("name", DEVICE)
-def test_on_the_device_it_is_as_if_the_batch_had_never_been_there(name: str, tmp_path: Path) -> None:
-    guarded = Run(tmp_path / "run", ON_DEVICE, optimizers=DEVICE[name], bad=BAD).train(range(STEPS)).close()
-    assert guarded.kinds() == [("skip", step) for step in BAD]
-    assert guarded.guard.step == STEPS - len(BAD)
-    assert guarded.all_bits() == never_had_them(BAD, optimizers=DEVICE[name]).all_bits()
 
 
 def test_the_device_decides_at_every_step_but_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,12 +94,22 @@ def test_norms_of_single_tensors_are_free_of_the_scale(tmp_path: Path) -> None:
         assert one.before["norm"] == pytest.approx(other.before["norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_that_ticks_at_every_step_does_not_count_it(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "make", "bad"),
+    [
+        *((name, "adamw", BAD) for name in SCHEDULERS),
+        ("one_cycle", "tensor_lr", BAD),  # a rate that is a tensor is put back
+        ("cosine", "adamw", {STEPS - 1: "nan"}),  # the last step of all
+    ],
+)
+def test_a_scheduler_that_ticks_at_every_step_does_not_count_it(
+    name: str, make: str, bad: dict[int, str], tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"schedulers": lambda optimizers: [SCHEDULERS[name](optimizers[0])]}
-    guarded = Run(tmp_path / "run", ACT, bad=BAD, **settings).train(range(STEPS)).close()
-    assert guarded.guard.step == STEPS - len(BAD)
-    assert guarded.all_bits() == never_had_them(BAD, **settings).all_bits()
+    settings["optimizers"] = HOST[make]
+    guarded = Run(tmp_path / "run", ACT, bad=bad, **settings).train(range(STEPS)).close()
+    assert guarded.guard.step == STEPS - len(bad)
+    assert guarded.all_bits() == never_had_them(bad, **settings).all_bits()
 
 
 @pytest.mark.parametrize("name", ["one_cycle", "cosine"])
@@ -115,13 +120,6 @@ def test_what_the_device_skipped_is_uncounted_when_it_is_known(name: str, tmp_pa
     }
     guarded = Run(tmp_path / "run", ON_DEVICE, bad=BAD, **settings).train(range(STEPS + 12)).close()
     assert guarded.schedulers[0].last_epoch == guarded.guard.step == STEPS + 12 - len(BAD)
-
-
-def test_the_last_step_of_all_may_be_one_that_is_skipped(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"schedulers": lambda optimizers: [SCHEDULERS["cosine"](optimizers[0])]}
-    bad = {STEPS - 1: "nan"}
-    guarded = Run(tmp_path / "run", ACT, bad=bad, **settings).train(range(STEPS)).close()
-    assert guarded.all_bits() == never_had_them(bad, **settings).all_bits()
 
 
 def test_a_scheduler_that_has_ticked_before_the_guard_was_built_is_held_at_the_first_step_too(tmp_path: Path) -> None:
@@ -166,15 +164,6 @@ def test_each_scheduler_is_held_on_its_own(tmp_path: Path) -> None:
     }
     guarded = Run(tmp_path / "run", ACT, bad={5: "nan"}, **settings).train(range(12)).close()
     assert [scheduler.last_epoch for scheduler in guarded.schedulers] == [11, 3]
-
-
-def test_a_rate_that_is_a_tensor_is_put_back(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "optimizers": HOST["tensor_lr"],
-        "schedulers": lambda optimizers: [SCHEDULERS["one_cycle"](optimizers[0])],
-    }
-    guarded = Run(tmp_path / "run", ACT, bad=BAD, **settings).train(range(STEPS)).close()
-    assert guarded.all_bits() == never_had_them(BAD, **settings).all_bits()
 
 
 def test_a_scheduler_made_after_the_guard_neither_warns_nor_hides_it(tmp_path: Path) -> None:

@@ -6,43 +6,23 @@ from typing import Any
 
 import pytest
 import torch
+from guarded_kinds import HOST, SCHEDULERS
+from guarded_runs import adamw
 from snapshot_runs import Run, bits, seed_all, snapshots_of, take_healthy
 from torch import nn
-from torch.optim import lr_scheduler
 
 import gradvitals.optim as gvo
 from gradvitals.guard import RollBack
 from gradvitals.guard.snapshot import Restored, SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
-
-def adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(net.parameters(), lr=0.01, **options)]
-
-
-OPTIMIZERS = {
-    "momentum": lambda net: [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)],
-    "adamw": adamw,
-    "fused": lambda net: adamw(net, fused=True),
-    "tensor_lr": lambda net: [torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01), foreach=False)],
+OPTIMIZERS = {name: make for name, make in HOST.items() if name != "two"} | {
     "nadam": lambda net: [torch.optim.NAdam(net.parameters())],
     "adafactor": lambda net: [torch.optim.Adafactor(net.parameters())],
     "vr_lamb": lambda net: [gvo.VRLAMB(net.parameters(), lr=0.01)],
     "two": lambda net: [
         torch.optim.SGD(net[0].parameters(), lr=0.05, momentum=0.9),
         torch.optim.AdamW([{"params": net[3].parameters(), "lr": 0.1}, {"params": net[4].parameters()}]),
-    ],
-}
-SCHEDULERS = {
-    "one_cycle": lambda all: [lr_scheduler.OneCycleLR(one, 0.1, total_steps=40) for one in all],
-    "cosine": lambda all: [lr_scheduler.CosineAnnealingLR(one, 20) for one in all],
-    "plateau": lambda all: [lr_scheduler.ReduceLROnPlateau(one, patience=1) for one in all],
-    "multi_step": lambda all: [lr_scheduler.MultiStepLR(one, [3, 6, 9]) for one in all],
-    "sequence": lambda all: [
-        lr_scheduler.SequentialLR(
-            one, [lr_scheduler.LinearLR(one, total_iters=6), lr_scheduler.CosineAnnealingLR(one, 20)], [6]
-        )
-        for one in all
     ],
 }
 
@@ -69,16 +49,16 @@ def test_the_same_again_with_any_optimizer(optimizers: Any) -> None:
     back_and_on_again(Run(optimizers, parts=6))
 
 
-@pytest.mark.parametrize("schedulers", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_the_same_again_with_any_scheduler(schedulers: Any) -> None:
-    back_and_on_again(Run(OPTIMIZERS["two"], schedulers))
-    back_and_on_again(Run(adamw, schedulers))
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_the_same_again_with_any_scheduler(make: Any) -> None:
+    for optimizers in (OPTIMIZERS["two"], adamw):
+        back_and_on_again(Run(optimizers, lambda all: [make(one) for one in all]))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")  # the first steps of a scaler are skipped
 def test_the_same_again_with_a_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-    run = Run(adamw, SCHEDULERS["cosine"], scaler=scaler)
+    run = Run(adamw, lambda all: [SCHEDULERS["cosine"](one) for one in all], scaler=scaler)
     back_and_on_again(run)
     run.snapshots.restore()
     run.snapshots.take(99)
