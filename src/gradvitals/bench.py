@@ -52,24 +52,19 @@ from gradvitals.monitor import Monitor, watch
 from gradvitals.store import open_run
 from gradvitals.worker.recover import NOTE
 
-LEARNING_RATE = 1e-6
-"""So small that no batch is memorized while it is timed: numbers near zero are slow on a CPU."""
+LEARNING_RATE = 1e-6  # so small that no batch is memorized while it is timed: numbers near zero are slow on a CPU
 
 MAX_NORM = 1.0
 NUM_CLASSES = 10
-NUM_BATCHES = 8
-"""Different batches that take turns: with a single one, gradients would have no noise to measure."""
+NUM_BATCHES = 8  # different batches that take turns: with a single one, gradients would have no noise to measure
 
-LOG_EVERY = 10
-"""Steps from one `.item()` on the loss to the next."""
+LOG_EVERY = 10  # steps from one `.item()` on the loss to the next
 
 NUM_BINS = 64
 
-Observe = Callable[[Tensor], object]
-"""Called with the mean loss of a step between its last backward and clipping."""
+Observe = Callable[[Tensor], object]  # called with the mean loss of a step between its last backward and clipping
 
-MicroBatch = tuple[Tensor, Tensor]
-"""Inputs and targets."""
+MicroBatch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 # -- workloads ------------------------------------------------------------------------------------------------------
@@ -81,13 +76,10 @@ class Training:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    batches: Sequence[Sequence[MicroBatch]]
-    """The micro-batches of every step."""
-    loss: Callable[[Tensor, Tensor], Tensor]
-    """Mean loss of one micro-batch, from its inputs and targets."""
+    batches: Sequence[Sequence[MicroBatch]]  # the micro-batches of every step
+    loss: Callable[[Tensor, Tensor], Tensor]  # mean loss of one micro-batch, from its inputs and targets
     autocast: torch.dtype | None = None
-    max_norm: float | None = MAX_NORM
-    """What the loop clips to; None if it does not clip."""
+    max_norm: float | None = MAX_NORM  # what the loop clips to; None if it does not clip
 
     @property
     def device(self) -> torch.device:
@@ -165,16 +157,14 @@ def gpt(
     )
 
 
-gpt_124m = partial(gpt, n_layer=12, d_model=768, n_head=12, micro_batch_size=8)
-"""The size of GPT-2 small."""
+gpt_124m = partial(gpt, n_layer=12, d_model=768, n_head=12, micro_batch_size=8)  # the size of GPT-2 small
 
-gpt_1_3b = partial(gpt, n_layer=24, d_model=2048, n_head=16, micro_batch_size=6)
-"""The size of GPT-3 XL."""
+gpt_1_3b = partial(gpt, n_layer=24, d_model=2048, n_head=16, micro_batch_size=6)  # the size of GPT-3 XL
 
+# A character-level transformer in float32: 1M parameters in 65 tensors.
 transformer = partial(
     gpt, n_layer=5, d_model=128, n_head=4, micro_batch_size=1, vocab_size=96, context=64, tied=False, bf16=False
 )
-"""A character-level transformer in float32: 1M parameters in 65 tensors."""
 
 
 def small_gpt(device: torch.device) -> Training:
@@ -271,12 +261,11 @@ def histograms(training: Training, loss: Tensor) -> None:
 
 OUR_ADAMW = "gv.optim.AdamW"
 
-WATCHED = {
+WATCHED = {  # variants that call `watch` themselves; in "every step" no budget thins the readings
     "watch": Config(quiet=True),
     "every step": Config(tensor_every=1, overhead_budget=1, quiet=True),
     OUR_ADAMW: Config(quiet=True),
 }
-"""Variants that call `watch` themselves. In "every step" no budget thins the readings."""
 
 BY_HAND: dict[str, Callable[[Training, Tensor], None]] = {"norm loop": norm_loop, "histograms": histograms}
 """Variants that people write themselves."""
@@ -288,11 +277,9 @@ VARIANTS = (BARE, "bare again", "watch", RUN, "every step", OUR_ADAMW, "norm loo
 # -- in the process of a variant ------------------------------------------------------------------------------------
 
 WARM_UP_STEPS = 20
-SETTLE_STEPS = 120
-"""Steps in which a monitor finds out how many of them it can read within its budget."""
+SETTLE_STEPS = 120  # steps in which a monitor finds out how many of them it can read within its budget
 
-PR_SET_PDEATHSIG = 1
-"""Of linux/prctl.h."""
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,8 +291,7 @@ class Task:
     device: str
     compiled: bool
     threads: int
-    run: str
-    """The folder of its run."""
+    run: str  # the folder of its run
 
     @property
     def is_watched(self) -> bool:
@@ -322,12 +308,10 @@ class CostLog:
 
     def __init__(self) -> None:
         self.frozen = False
-        self.costs: list[tuple[str, float]] = []
-        """One of `KINDS`, and microseconds."""
+        self.costs: list[tuple[str, float]] = []  # one of `KINDS`, and microseconds
         self.every = 0
         self._spent = 0.0
-        self._step = ("plain", 0.0)
-        """The kind and the cost of the step, if it was accounted for."""
+        self._step = ("plain", 0.0)  # the kind and the cost of the step, if it was accounted for
         schedule.FREE_SECONDS = 0.0
         schedule.YOUNG_STEPS = SETTLE_STEPS
         wrappers: list[tuple[type, str, Callable[..., Any]]] = [
@@ -530,10 +514,8 @@ class Round:
     """Seconds per step, and whether one of the steps was read in full."""
     costs: list[tuple[str, float]] = field(default_factory=list)
     """The kind of each step, and the microseconds its recording took."""
-    every: int = 0
-    """Steps from one full reading to the next; 0 without a monitor."""
-    cpu_seconds: float = 0.0
-    """Of all threads of the training process, its worker not included."""
+    every: int = 0  # steps from one full reading to the next; 0 without a monitor
+    cpu_seconds: float = 0.0  # of all threads of the training process, its worker not included
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Add one turn."""

@@ -37,14 +37,11 @@ STATE_VERSION = 2
 SAME_WEIGHTS: tuple[Source, ...] = ("microbatch", "ranks")
 """Sources whose samples are all taken with the same weights: the ones to act on by default."""
 
-WITH_TOTAL: tuple[Source, ...] = (*SAME_WEIGHTS, "adam")
-"""Sources that have a value for the whole model."""
+WITH_TOTAL: tuple[Source, ...] = (*SAME_WEIGHTS, "adam")  # sources that have a value for the whole model
 
-MISSING_AFTER = 100
-"""Steps without a GSNR to act on after which that is printed, once."""
+MISSING_AFTER = 100  # steps without a GSNR to act on after which that is printed, once
 
-KEPT = ("loss", "grad/spike_ratio", "gsnr", "gsnr_low", "gsnr_high")
-"""The values of a reading that schedules use."""
+KEPT = ("loss", "grad/spike_ratio", "gsnr", "gsnr_low", "gsnr_high")  # the values of a reading that schedules use
 
 
 # -- factors on the learning rate --------------------------------------------------------------------------------
@@ -255,19 +252,13 @@ class WarmupDecay:
     """
 
     made: int = 0
-    ramp: int = 0
-    """Steps of the warmup that are done."""
-    held: int = 0
-    """Steps that the warmup was held for."""
+    ramp: int = 0  # steps of the warmup that are done
+    held: int = 0  # steps that the warmup was held for
     holding: bool = False
-    decayed: float = 1.0
-    """Factor of all decays so far."""
-    decayed_at: int = -1
-    """`made` at the last decay; -1 before the first."""
-    floor: int = 0
-    """The step from which on averages are compared: after the warmup, after the last decay."""
-    best: dict[str, Any] = field(default_factory=dict)
-    """The average with the highest lower end since then."""
+    decayed: float = 1.0  # factor of all decays so far
+    decayed_at: int = -1  # `made` at the last decay; -1 before the first
+    floor: int = 0  # the step from which on averages are compared: after the warmup, after the last decay
+    best: dict[str, Any] = field(default_factory=dict)  # the average with the highest lower end since then
     recent: list[dict[str, Any]] = field(default_factory=list)
     """Averages since then, for the newest one that shares no reading with the present."""
     faded_for: int = 0
@@ -582,8 +573,7 @@ class BatchGrowth:
     """Where a `BatchSizeScheduler` stands."""
 
     batch_size: int
-    made: int = 0
-    """Steps of training made."""
+    made: int = 0  # steps of training made
     changed_at: int = -1
     over_for: int = 0
     under_for: int = 0
@@ -781,8 +771,7 @@ class BatchSizeScheduler(_Scheduler):
 
 # -- momentum ----------------------------------------------------------------------------------------------------
 
-_DECOUPLED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers with decoupled momentum."""
+_DECOUPLED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers with decoupled momentum
 
 
 class DecoupledMomentum:

@@ -35,8 +35,7 @@ class StepNumbers:
     """The gradient norm and the loss of a step, as scalars on one device; the same on all ranks."""
 
     norm: Tensor
-    loss: Tensor
-    """NaN if the loop observed none."""
+    loss: Tensor  # NaN if the loop observed none
     tensor_norms: Sequence[tuple[Sequence[int], Tensor]] = ()
     """Rows, and the norms of their gradients; row -1 for one that only other ranks hold."""
     surprise: Tensor | None = None
@@ -155,21 +154,15 @@ class StepResult:
     """What the host knows of a step when it judges it: at once, or later if the device has decided it."""
 
     step: int
-    limit: float
-    """Limit of the norm at that step."""
+    limit: float  # limit of the norm at that step
     norm: float
     loss: float
-    surprise: float
-    """Of the buffers."""
-    factor: float
-    """What clipping leaves of the gradient."""
-    clipping: bool | None = None
-    """Whether the device has multiplied gradients by `factor`; None if the host decides."""
-    skipped: bool | None = None
-    """Whether the device has skipped the step; None if the host decides."""
+    surprise: float  # of the buffers
+    factor: float  # what clipping leaves of the gradient
+    clipping: bool | None = None  # whether the device has multiplied gradients by `factor`; None if the host decides
+    skipped: bool | None = None  # whether the device has skipped the step; None if the host decides
     scaler_skipped: bool = False
-    streak: float = 0.0
-    """Spikes in a row that the device has seen, this one included."""
+    streak: float = 0.0  # spikes in a row that the device has seen, this one included
 
 
 class DeviceCheck:
@@ -181,8 +174,7 @@ class DeviceCheck:
 
     def __init__(self, max_streak: int) -> None:
         self._max_streak = max_streak
-        self.streak: Tensor | float = 0.0
-        """Spikes in a row, a number on the device."""
+        self.streak: Tensor | float = 0.0  # spikes in a row, a number on the device
         self._pending: deque[tuple[int, float, bool, Tensor, torch.cuda.Event | None]] = deque()
 
     @torch.no_grad()
@@ -246,15 +238,13 @@ def _result(step: int, limit: float, clipping: bool, values: Tensor, event: torc
 class Clipper:
     """Computes the clip factors of one optimizer's gradients, and applies them."""
 
-    BETA = 0.98
-    """Decay of the moving average of each tensor's norm, as in AdaGC."""
+    BETA = 0.98  # decay of the moving average of each tensor's norm, as in AdaGC
 
     def __init__(self, clip: Clip) -> None:
         self.clip = clip
         self._norms: deque[float] = deque(maxlen=clip.window)
         """The last norms, as they were after clipping for ``method="zscore"``."""
-        self._averages: list[Tensor] = []
-        """Of each tensor's norm, for ``method="tensor"``."""
+        self._averages: list[Tensor] = []  # of each tensor's norm, for ``method="tensor"``
         self._count = 0
 
     @property
@@ -368,12 +358,10 @@ class StepWrapper:
         self.baseline = StepBaseline()
         self.clipper = Clipper(clip)
         self.check = DeviceCheck(skip.max_streak)
-        self.lr_limit: float | None = None
-        """What its learning rate is held at, once a higher one has damaged the model."""
+        self.lr_limit: float | None = None  # what its learning rate is held at, once a higher one has damaged the model
         self.is_new = True
         """Whether the optimizer has no state yet: some create it in a skipped step, and do not fill it."""
-        self.unwrap: Callable[[], None] = lambda: None
-        """Gives the optimizer its own `step` back."""
+        self.unwrap: Callable[[], None] = lambda: None  # gives the optimizer its own `step` back
         self._scaler_found_inf: Tensor | None = None
         self._marked = False
 
@@ -493,12 +481,10 @@ class BufferBackup:
         """Module, name, and whether to copy the buffer at every step."""
         self._kept: dict[int, tuple[Tensor, Tensor, int]] = {}
         """By place: the buffer, its copy, and its version when copied."""
-        self._changing: tuple[int, ...] = ()
-        """Places of the floating-point buffers that forward passes change."""
+        self._changing: tuple[int, ...] = ()  # places of the floating-point buffers that forward passes change
         self._peaks = self._changes = torch.zeros(0)
         """Of each of them: the largest change in one step, and the change in this one."""
-        self.count = 0
-        """Steps whose changes it has learned."""
+        self.count = 0  # steps whose changes it has learned
         self.save()
         reference = weakref.WeakMethod(self.save)  # a checkpoint that is loaded later must not be undone
         self._hook = model.register_load_state_dict_post_hook(lambda *_: (reference() or int)())

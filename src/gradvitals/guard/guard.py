@@ -61,8 +61,7 @@ STATE_VERSION = 3
 LR_ROSE = 1.5
 """A learning rate that rose by this factor since the snapshot, within what the run has used, explains a higher loss."""
 
-QUIET_STEPS = 50
-"""Steps without clipping, or without a skip, after which the next one is printed again."""
+QUIET_STEPS = 50  # steps without clipping, or without a skip, after which the next one is printed again
 
 
 class Guard:
@@ -304,36 +303,29 @@ class GuardLoop:
         self.wrappers = [StepWrapper(one, clip, skip) for one in table.optimizers]
         self.buffers = BufferBackup(table.model)
         self.weights = WeightCheck(table.parameters)
-        self.step = 0
-        """Steps of training that count."""
+        self.step = 0  # steps of training that count
         self.num_snapshots = self._num_problems = 0
         self.started = self.stopped = self._reported_closure = False
         """Whether the first step has started, and whether the Guard has given up."""
-        self._start_fine = False
-        """Whether a step was finite: what the weights were then is a start to go back to."""
-        self._now = -1
-        """The Monitor's number of the step in progress."""
+        self._start_fine = False  # whether a step was finite: what the weights were then is a start to go back to
+        self._now = -1  # the Monitor's number of the step in progress
         self._skipped = self._dropped = self._scaler_skipped = self._spiked = False
         """Whether some of the step in progress was skipped, dropped by a rollback or a trial, skipped by a GradScaler,
         or was a spike that was not skipped."""
         self._ended = True
-        self._uncounted = set[int]()
-        """Steps that turned out not to count."""
+        self._uncounted = set[int]()  # steps that turned out not to count
         self._spikes = SpikeMemory()
         self._nonfinite, self._last_nonfinite, self._tried = 0, -2, False
         """Steps in a row that were not finite, the last of them, and whether a rollback was tried since they began."""
-        self._rollbacks: list[int] = []
-        """Steps of the rollbacks within the budget's window."""
+        self._rollbacks: list[int] = []  # steps of the rollbacks within the budget's window
         self._trial: RunningTrial | None = None
         self._next_look, self._patience = 0, 2 * LEVEL_HISTORY
         """When a rise of the loss is looked at again, and for how long not after a trial in vain."""
         self._losses: dict[int, float] = {}
         """This step's loss by optimizer. If they differ, the optimizers play a game, and no loss can rise."""
         self._game = False
-        self._lr_sum = 0.0
-        """Of all steps made: how far the weights may have moved."""
-        self._last_of_kind: dict[str, int] = {}
-        """The last step of each kind of action."""
+        self._lr_sum = 0.0  # of all steps made: how far the weights may have moved
+        self._last_of_kind: dict[str, int] = {}  # the last step of each kind of action
         if self.snapshots is not None:  # a rollback must be possible from the first step, whatever happens before it
             self.num_snapshots += self.snapshots.take(monitor.step, self._extra(), to_disk=False, healthy=True)
 

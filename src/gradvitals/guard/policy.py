@@ -18,16 +18,12 @@ from gradvitals.errors import ConfigError
 Mode = Literal["on", "off", "dry_run"]
 MODES: tuple[str, ...] = get_args(Mode)
 
-BUDGET_WINDOW = 1000
-"""A budget limits how often a response acts within this many steps."""
+BUDGET_WINDOW = 1000  # a budget limits how often a response acts within this many steps
 
-LARGEST_NORM = float(np.finfo(np.float32).max)
-"""A norm above this is not finite."""
+LARGEST_NORM = float(np.finfo(np.float32).max)  # a norm above this is not finite
 
-LEVEL_STEPS = 8
-"""Steps whose median is the level of the loss."""
-LEVEL_HISTORY = 50
-"""Steps whose levels a new one is compared with."""
+LEVEL_STEPS = 8  # steps whose median is the level of the loss
+LEVEL_HISTORY = 50  # steps whose levels a new one is compared with
 
 
 # -- settings ----------------------------------------------------------------------------------------------------
@@ -178,12 +174,9 @@ class LossLevel:
     whose loss is noisy, has shown such levels already.
     """
 
-    losses: list[float] = field(default_factory=list)
-    """The last few."""
-    levels: list[float] = field(default_factory=list)
-    """The last ones."""
-    highest: float = -math.inf
-    """The highest level of the run."""
+    losses: list[float] = field(default_factory=list)  # the last few
+    levels: list[float] = field(default_factory=list)  # the last ones
+    highest: float = -math.inf  # the highest level of the run
     count: int = 0
     signed: bool = False
     """Whether a loss was below 0, as those of policy gradients are: then its level says little about the model."""
@@ -194,8 +187,7 @@ class LossLevel:
 
     MATERIAL: ClassVar[float] = 0.02
     """Share of the highest level that a rise must have: near a loss of 0, levels differ by factors for no reason."""
-    FIRST: ClassVar[int] = 60
-    """Levels before an episode can begin."""
+    FIRST: ClassVar[int] = 60  # levels before an episode can begin
 
     def learn(self, step: int, loss: float) -> None:
         """Add the loss of a step that was made."""
@@ -239,11 +231,9 @@ class LRWatch:
 
     peak: float = 0.0
     count: int = 0
-    jumped: int | None = None
-    """The step of the jump; None if there was none lately."""
+    jumped: int | None = None  # the step of the jump; None if there was none lately
 
-    MEMORY: ClassVar[int] = 100
-    """Steps after which a jump that did no harm is normal."""
+    MEMORY: ClassVar[int] = 100  # steps after which a jump that did no harm is normal
 
     def learn(self, step: int, lr: float, ratio: float) -> None:
         """Add the rate of a step."""
@@ -288,10 +278,8 @@ class SpikeMemory:
     WINDOW: ClassVar[int] = 200
 
     skipped: list[int] = field(default_factory=list)
-    last: int = -2
-    """The step of the last spike."""
-    streak: int = 0
-    """Spikes in a row."""
+    last: int = -2  # the step of the last spike
+    streak: int = 0  # spikes in a row
 
     def see(self, step: int) -> None:
         """A spike at this step."""
@@ -332,15 +320,13 @@ class Trial:
     """
 
     ORDER: ClassVar[str] = "csscsccssccscssc"
-    NEEDED: ClassVar[float] = 60 / 64
-    """Share of pairs of batches in which the snapshot must have the lower loss."""
+    NEEDED: ClassVar[float] = 60 / 64  # share of pairs of batches in which the snapshot must have the lower loss
     CLEAR: ClassVar[float] = 2.0
     """Three batches each are enough if every loss of one side is this many times every loss of the other."""
 
     def __init__(self) -> None:
         self.losses: dict[str, list[float]] = {"current": [], "snapshot": []}
-        self.verdict: bool | None = None
-        """Whether the snapshot is better; None before that is known."""
+        self.verdict: bool | None = None  # whether the snapshot is better; None before that is known
 
     @property
     def count(self) -> int:

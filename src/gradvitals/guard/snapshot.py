@@ -38,14 +38,12 @@ from gradvitals.guard.actions import copy_all
 from gradvitals.guard.policy import RollBack
 from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, sizes_of
 
-MAX_PENDING = 2
-"""Snapshots that may wait to be known healthy; while there are so many, no further one is due."""
+MAX_PENDING = 2  # snapshots that may wait to be known healthy; while there are so many, no further one is due
 
 FIRST_STEPS = 10
 """A young run has its first snapshot after so many steps, and each next one when the run is twice as long."""
 
-KEPT_ON_DISK = 2
-"""Healthy snapshots to keep on disk. Older ones go once newer healthy ones are complete."""
+KEPT_ON_DISK = 2  # healthy snapshots to keep on disk. Older ones go once newer healthy ones are complete.
 
 FORMAT = 3
 PREFIX = "snapshot-"
@@ -109,21 +107,15 @@ class HostCopy:
 class Snapshot:
     """One snapshot, in memory, on disk or both."""
 
-    serial: int
-    """Counts snapshots; steps do not, as they come again after a rollback."""
-    step: int
-    """Steps of training that were done."""
-    healthy: bool = False
-    """False until it has survived its settling time."""
+    serial: int  # counts snapshots; steps do not, as they come again after a rollback
+    step: int  # steps of training that were done
+    healthy: bool = False  # false until it has survived its settling time
     plain: dict[str, Any] = field(default_factory=lambda: {"sizes": {}})
     """Everything but tensors, and the size of each tensor."""
-    specs: dict[str, Any] = field(default_factory=dict)
-    """How tensors are sharded, by name."""
-    copies: Sequence[HostCopy] | None = None
-    """None if it is on disk alone, or was dropped."""
+    specs: dict[str, Any] = field(default_factory=dict)  # how tensors are sharded, by name
+    copies: Sequence[HostCopy] | None = None  # None if it is on disk alone, or was dropped
     to_disk: bool = False
-    spoiled: bool = False
-    """Whether there was trouble before it was known to be healthy."""
+    spoiled: bool = False  # whether there was trouble before it was known to be healthy
 
     def add(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Start copying this state into it."""
@@ -490,12 +482,9 @@ def _reason(error: BaseException) -> str:
 class Restored:
     """What the run went back to."""
 
-    step: int
-    """Steps of training that were done when the snapshot was taken."""
-    extra: Mapping[str, Any]
-    """What was given to `take` then."""
-    changed: str = ""
-    """What could not be restored because the number of ranks changed."""
+    step: int  # steps of training that were done when the snapshot was taken
+    extra: Mapping[str, Any]  # what was given to `take` then
+    changed: str = ""  # what could not be restored because the number of ranks changed
 
 
 class SnapshotManager:
@@ -515,16 +504,12 @@ class SnapshotManager:
         stage: int | None = None,
     ) -> None:
         self.state, self._pace = state, pace
-        self.problems: list[str] = []
-        """A sentence for each kind of problem so far. A thread adds to it."""
-        self._ring: list[Snapshot] = []
-        """At most `keep` healthy ones and `MAX_PENDING` pending ones, oldest first."""
-        self._open: Snapshot | None = None
-        """The one that still lacks the settings."""
+        self.problems: list[str] = []  # a sentence for each kind of problem so far. A thread adds to it.
+        self._ring: list[Snapshot] = []  # at most `keep` healthy ones and `MAX_PENDING` pending ones, oldest first
+        self._open: Snapshot | None = None  # the one that still lacks the settings
         self._last_step, self._next_serial = 0, 1
         self._store: SnapshotStore | None = None
-        self.found = False
-        """Whether there were snapshots in the folder at the start."""
+        self.found = False  # whether there were snapshots in the folder at the start
         if folder is not None:
             several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
             if several and any(type(one).__name__ == "FullyShardedDataParallel" for one in state.model.modules()):

@@ -26,8 +26,7 @@ from gradvitals.distributed.shards import local, placements, unwrapped
 from gradvitals.errors import GradvitalsError
 from gradvitals.guard.actions import copy_all
 
-NO_PARAMETER = "(no parameter)"
-"""Stands in for the parameter's name in optimizer state that belongs to none."""
+NO_PARAMETER = "(no parameter)"  # stands in for the parameter's name in optimizer state that belongs to none
 
 DATA_FORMS = (
     "an object with state_dict and load_state_dict (a StatefulDataLoader, a sampler with state), or a pair of "
@@ -48,8 +47,7 @@ class TensorRef:
 
     name: str
     device: str
-    sharded: bool
-    """Whether it is a DTensor."""
+    sharded: bool  # whether it is a DTensor
 
 
 def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -122,8 +120,7 @@ class TrainingState:
         elif data is not None:
             _expect_state(data, "data", DATA_FORMS)
             self._get_position, self._set_position = data.state_dict, data.load_state_dict
-        self.cannot_restore = list(self._missing())
-        """What will be missing after a resume, one phrase each."""
+        self.cannot_restore = list(self._missing())  # what will be missing after a resume, one phrase each
         for name, tensor in self.parameters().items():
             if tensor.is_meta:
                 raise ValueError(f"parameter {name} is on the meta device; build the Guard after it has values")

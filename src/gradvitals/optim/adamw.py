@@ -102,8 +102,7 @@ class Batch:
                 state["factor_avg"] = torch.zeros_like(state["exp_avg"], dtype=self.dtypes[1])
             state.setdefault("factor_step", 0)
         names = ("exp_avg", "exp_avg_sq", "step", *(("factor_avg",) if self.averaged else ()))
-        self.kept = {name: [state[name] for state in self.states] for name in names}
-        """The tensors of the state."""
+        self.kept = {name: [state[name] for state in self.states] for name in names}  # the tensors of the state
         self.strides = [parameter.stride() for parameter in self.parameters]
         wanted = {place: slices[p] for place, p in enumerate(self.parameters) if p in slices}
         self.chunks = Chunks([p.numel() for p in self.parameters], self.device, _kernels("adam").SPAN, wanted)
@@ -148,13 +147,10 @@ class FusedStep:
     """
 
     def __init__(self, optimizer: Any, needs: str) -> None:
-        self.optimizer, self.needs = optimizer, needs
-        """`needs` is the module of kernels to give up if a step fails."""
-        self.scaling: Scaling | None = None
-        """For the step in progress; None if it is AdamW's own."""
+        self.optimizer, self.needs = optimizer, needs  # `needs` is the module of kernels to give up if a step fails
+        self.scaling: Scaling | None = None  # for the step in progress; None if it is AdamW's own
         self.total_norm: Tensor | None = None
-        self.has_started = False
-        """Whether the step in progress has changed some weights."""
+        self.has_started = False  # whether the step in progress has changed some weights
         self._batches: list[Batch] = []
         self._members: list[list[int]] = []
         self._slices: Mapping[Tensor, int] = {}
@@ -330,8 +326,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------
 
-ASKS_FOR_AMSGRAD = "amsgrad" in inspect.signature(torch.optim.AdamW._init_group).parameters
-"""Until torch 2.6."""
+ASKS_FOR_AMSGRAD = "amsgrad" in inspect.signature(torch.optim.AdamW._init_group).parameters  # until torch 2.6
 
 
 class AdamW(torch.optim.AdamW):
