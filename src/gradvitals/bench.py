@@ -53,17 +53,12 @@ from gradvitals.store import open_run
 from gradvitals.worker.recover import NOTE
 
 LEARNING_RATE = 1e-6  # so small that no batch is memorized while it is timed: numbers near zero are slow on a CPU
-
 MAX_NORM = 1.0
 NUM_CLASSES = 10
 NUM_BATCHES = 8  # different batches that take turns: with a single one, gradients would have no noise to measure
-
 LOG_EVERY = 10  # steps from one `.item()` on the loss to the next
-
 NUM_BINS = 64
-
 Observe = Callable[[Tensor], object]  # called with the mean loss of a step between its last backward and clipping
-
 MicroBatch = tuple[Tensor, Tensor]  # inputs and targets
 
 
@@ -158,7 +153,6 @@ def gpt(
 
 
 gpt_124m = partial(gpt, n_layer=12, d_model=768, n_head=12, micro_batch_size=8)  # the size of GPT-2 small
-
 gpt_1_3b = partial(gpt, n_layer=24, d_model=2048, n_head=16, micro_batch_size=6)  # the size of GPT-3 XL
 
 # A character-level transformer in float32: 1M parameters in 65 tensors.
@@ -232,31 +226,12 @@ def cnn(device: torch.device, *, micro_batch_size: int | None = None, width: int
     return _classifier(model, optimizer, (size, 3, 32, 32), device)
 
 
-WORKLOADS: dict[str, Callable[[torch.device], Training]] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "gpt": small_gpt,
-    "gpt-124m": gpt_124m,
-    "gpt-1.3b": gpt_1_3b,
-}
+Build = Callable[[torch.device], Training]
+WORKLOADS: dict[str, Build] = {"mlp": mlp, "cnn": cnn, "gpt": small_gpt, "gpt-124m": gpt_124m, "gpt-1.3b": gpt_1_3b}
 
 DEFAULT_WORKLOADS = {"cpu": ("mlp", "cnn", "gpt"), "cuda": ("mlp", "cnn", "gpt", "gpt-124m")}
 
 # -- variants -------------------------------------------------------------------------------------------------------
-
-
-def norm_loop(training: Training, loss: Tensor) -> None:
-    """What many loops do: ask for the norm of each gradient, one by one."""
-    for parameter in training.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.norm().item()
-
-
-def histograms(training: Training, loss: Tensor) -> None:
-    """What `wandb.watch` and its like do: a histogram of each gradient, brought to the host one by one."""
-    for parameter in training.model.parameters():
-        if parameter.grad is not None:
-            torch.histc(parameter.grad.float(), bins=NUM_BINS).cpu()
 
 
 OUR_ADAMW = "gv.optim.AdamW"
@@ -267,8 +242,10 @@ WATCHED = {  # variants that call `watch` themselves; in "every step" no budget 
     OUR_ADAMW: Config(quiet=True),
 }
 
-BY_HAND: dict[str, Callable[[Training, Tensor], None]] = {"norm loop": norm_loop, "histograms": histograms}
-"""Variants that people write themselves."""
+BY_HAND: dict[str, Callable[[Tensor], object]] = {  # what people do with each gradient, one by one
+    "norm loop": lambda grad: grad.norm().item(),
+    "histograms": lambda grad: torch.histc(grad.float(), bins=NUM_BINS).cpu(),  # as `wandb.watch` and its like
+}
 
 BARE, RUN = "bare", "run"
 VARIANTS = (BARE, "bare again", "watch", RUN, "every step", OUR_ADAMW, "norm loop", "histograms")
@@ -278,7 +255,6 @@ VARIANTS = (BARE, "bare again", "watch", RUN, "every step", OUR_ADAMW, "norm loo
 
 WARM_UP_STEPS = 20
 SETTLE_STEPS = 120  # steps in which a monitor finds out how many of them it can read within its budget
-
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -383,7 +359,7 @@ def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
         monitor = watch(training.model, training.optimizer, run=task.run, config=config, batch_size=training.batch_size)
         observe = monitor.observe
     elif task.variant in BY_HAND:
-        observe = partial(BY_HAND[task.variant], training)
+        observe = partial(_for_each_gradient, BY_HAND[task.variant], list(training.model.parameters()))
     number = 0
     for command in chain([first], commands):
         log.costs.clear()
@@ -400,6 +376,12 @@ def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
         log.frozen = True
     if monitor is not None:
         monitor.close()
+
+
+def _for_each_gradient(work: Callable[[Tensor], object], parameters: Sequence[Tensor], loss: Tensor) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            work(parameter.grad)
 
 
 def _main() -> None:
@@ -432,14 +414,10 @@ class Runner:
         self._worker: int | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
         watching = ["gradvitals", "run", "--quiet", "--run", task.run, "-m"] if task.variant == RUN else []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", *watching, "gradvitals.bench", json.dumps(asdict(task))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=os.environ | (KEEPS_MEMORY if keeps_memory else {}),
-        )
+        command = [sys.executable, "-m", *watching, "gradvitals.bench", json.dumps(asdict(task))]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        environment = os.environ | (KEEPS_MEMORY if keeps_memory else {})
+        self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._commands, self._answers = self._process.stdin, self._process.stdout

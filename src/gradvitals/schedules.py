@@ -31,16 +31,12 @@ from gradvitals.types import Action, Reading, Source
 from gradvitals.worker.worker import print_line
 
 __all__ = ["BatchSizeScheduler", "GSNRScheduler", "decoupled_momentum", "split_by_layer"]
-
 STATE_VERSION = 2
-
 SAME_WEIGHTS: tuple[Source, ...] = ("microbatch", "ranks")
 """Sources whose samples are all taken with the same weights: the ones to act on by default."""
 
 WITH_TOTAL: tuple[Source, ...] = (*SAME_WEIGHTS, "adam")  # sources that have a value for the whole model
-
 MISSING_AFTER = 100  # steps without a GSNR to act on after which that is printed, once
-
 KEPT = ("loss", "grad/spike_ratio", "gsnr", "gsnr_low", "gsnr_high")  # the values of a reading that schedules use
 
 
@@ -342,9 +338,7 @@ class GSNRScheduler(_Scheduler):
     cooldown: int = 500
     min_factor: float = 0.01
     source: Source | None = None
-
     _state: WarmupDecay = field(init=False)
-
     DECLINE: ClassVar[float] = 2.0
     """Power of the step number that a GSNR may fall with by itself, as in the rule `sudden_gsnr_drop`."""
     ENOUGH_LOSSES: ClassVar[int] = 50
@@ -412,7 +406,7 @@ class GSNRScheduler(_Scheduler):
         if state.holding and state.held < self._longest:
             state.held += 1
             if state.held == self._longest:
-                self._resume_warmup(f"the warmup was held for {state.held} steps, which is the limit", {})
+                self._hold_warmup(False, f"the warmup was held for {state.held} steps, which is the limit")
             return
         state.ramp += 1
         if state.ramp == self.warmup_steps:
@@ -433,24 +427,23 @@ class GSNRScheduler(_Scheduler):
         no_signal = average.low <= 0 <= average.high and (near is None or average.high * average.per_step < near)
         if no_signal == state.holding or state.held >= self._longest:
             return
-        shown = _shown(average, source)
-        if not no_signal:
-            self._resume_warmup(f"{shown} is above 0: the warmup continues", _figures(average))
-            return
-        state.holding = True
-        most, length = self._longest - state.held, self.warmup_steps + state.held
-        before = {"factor": self.factor, "warmup_steps": length}
-        after = {"factor": self.factor, "warmup_steps": length + most} | _figures(average)
-        held = f"the warmup is held at {self.factor:.3g} of the rate, for at most {most} steps"
-        reason = f"{shown} cannot be distinguished from 0: {held}"
-        self._add("warmup_extended", "near_zero_initial_gsnr", reason, before, after)
+        shown, most = _shown(average, source), self._longest - state.held
+        if no_signal:
+            reason = f"{shown} cannot be distinguished from 0: the warmup is held"
+            self._hold_warmup(True, f"{reason} at {self.factor:.3g} of the rate, for at most {most} steps", average)
+        else:
+            self._hold_warmup(False, f"{shown} is above 0: the warmup continues", average)
 
-    def _resume_warmup(self, reason: str, figures: dict[str, Any]) -> None:
-        state = self._state
-        state.holding = False
-        before = {"factor": self.factor, "warmup_steps": self.warmup_steps}
-        after = {"factor": self.factor, "warmup_steps": self.warmup_steps + state.held, "held": state.held} | figures
-        self._add("warmup_resumed", "near_zero_initial_gsnr", reason, before, after)
+    def _hold_warmup(self, holding: bool, reason: str, average: Average | None = None) -> None:
+        """Hold the warmup, or let it continue."""
+        state, length = self._state, self.warmup_steps + self._state.held
+        state.holding = holding
+        before, after = (length, self.warmup_steps + self._longest) if holding else (self.warmup_steps, length)
+        figures = {} if holding else {"held": state.held}
+        figures |= {} if average is None else _figures(average)
+        was, now = ({"factor": self.factor, "warmup_steps": steps} for steps in (before, after))
+        kind = "warmup_extended" if holding else "warmup_resumed"
+        self._add(kind, "near_zero_initial_gsnr", reason, was, now | figures)
 
     def _consider_decay(self, now: Average, source: str) -> None:
         state = self._state
@@ -623,7 +616,6 @@ class BatchSizeScheduler(_Scheduler):
     cooldown: int = 200
     shrink: bool = False
     min_batch_size: int | None = None
-
     _state: BatchGrowth = field(init=False)
 
     def __post_init__(self) -> None:
@@ -934,7 +926,6 @@ class DecoupledMomentum:
 
 
 decoupled_momentum = DecoupledMomentum
-
 Newest = tuple[NDArray[np.float64], dict[str, NDArray[np.float64]], int]
 
 

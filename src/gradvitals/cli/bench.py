@@ -21,7 +21,6 @@ DEVICES, COUNT = click.Choice(["auto", "cpu", "cuda"]), click.IntRange(min=1)
 WORKLOAD_HELP = "Model to train. Repeatable.  [default: all that suit the device]"
 VARIANT_HELP = f"What to time besides bare steps: {', '.join(VARIANTS[1:])}. Repeatable.  [default: all]"
 MEMORY_HELP = "Let the C library keep freed memory, so page faults do not blur the times."
-
 _option = partial(click.option, show_default=True)
 
 

@@ -57,7 +57,6 @@ from gradvitals.types import Action
 from gradvitals.worker.worker import print_line
 
 STATE_VERSION = 3
-
 LR_ROSE = 1.5
 """A learning rate that rose by this factor since the snapshot, within what the run has used, explains a higher loss."""
 

@@ -17,11 +17,8 @@ from gradvitals.errors import ConfigError
 
 Mode = Literal["on", "off", "dry_run"]
 MODES: tuple[str, ...] = get_args(Mode)
-
 BUDGET_WINDOW = 1000  # a budget limits how often a response acts within this many steps
-
 LARGEST_NORM = float(np.finfo(np.float32).max)  # a norm above this is not finite
-
 LEVEL_STEPS = 8  # steps whose median is the level of the loss
 LEVEL_HISTORY = 50  # steps whose levels a new one is compared with
 
@@ -29,7 +26,6 @@ LEVEL_HISTORY = 50  # steps whose levels a new one is compared with
 # -- settings ----------------------------------------------------------------------------------------------------
 
 Method = Literal["quantile", "zscore", "tensor"]
-
 CHOICES: dict[str, tuple[str, ...]] = {"mode": MODES, "method": get_args(Method)}
 LEAST = {
     "window": 20, "first_steps": 2, "max_streak": 1, "max_recent": 1, "give_up": 1,
@@ -153,7 +149,6 @@ class Peak:
 
     value: float = 0.0
     count: int = 0
-
     FADE: ClassVar[float] = 0.998
 
     def learn(self, value: float) -> None:
@@ -232,7 +227,6 @@ class LRWatch:
     peak: float = 0.0
     count: int = 0
     jumped: int | None = None  # the step of the jump; None if there was none lately
-
     MEMORY: ClassVar[int] = 100  # steps after which a jump that did no harm is normal
 
     def learn(self, step: int, lr: float, ratio: float) -> None:
@@ -276,7 +270,6 @@ class SpikeMemory:
     """Which spikes were skipped lately, and so whether the next one may be."""
 
     WINDOW: ClassVar[int] = 200
-
     skipped: list[int] = field(default_factory=list)
     last: int = -2  # the step of the last spike
     streak: int = 0  # spikes in a row

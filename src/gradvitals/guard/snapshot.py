@@ -39,16 +39,13 @@ from gradvitals.guard.policy import RollBack
 from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, sizes_of
 
 MAX_PENDING = 2  # snapshots that may wait to be known healthy; while there are so many, no further one is due
-
 FIRST_STEPS = 10
 """A young run has its first snapshot after so many steps, and each next one when the run is twice as long."""
 
 KEPT_ON_DISK = 2  # healthy snapshots to keep on disk. Older ones go once newer healthy ones are complete.
-
 FORMAT = 3
 PREFIX = "snapshot-"
 META = "meta.json"
-
 HAS_NO_DIST = "no_dist" in inspect.signature(state_dict_saver.save).parameters
 """In torch 2.6 only the older functions have the argument, which later versions call deprecated."""
 

@@ -38,7 +38,6 @@ class Vitals:
 
 
 VitalsHook = Callable[[Vitals], object]
-
 FactorsHook = Callable[[Sequence[Tensor], Sequence[Tensor], float], object]
 """Called with some parameters, the variance-reducing factors for their elements, and gamma."""
 

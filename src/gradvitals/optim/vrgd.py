@@ -47,7 +47,6 @@ GammaSchedule = Callable[[int], float]
 PaperGranularity = Literal["tensor", "layer", "row"]
 WienerGranularity = Literal["element", "row", "tensor", "hierarchical"]
 Granularity = PaperGranularity | WienerGranularity
-
 GRANULARITIES: dict[str, tuple[str, ...]] = {"paper": get_args(PaperGranularity), "wiener": get_args(WienerGranularity)}
 DEFAULT_GRANULARITY = {"paper": "tensor", "wiener": "hierarchical"}
 
