@@ -147,9 +147,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
 
 
 @pytest.mark.parametrize("variant", ["watch", RUN])
-def test_a_process_and_its_worker_are_stopped_between_turns(
-    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_are_stopped_between_turns(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADVITALS_WORKER", "process")
     runner = Runner(replace(TASK, variant=variant, run=str(tmp_path / "run")))
     try:

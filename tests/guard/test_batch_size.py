@@ -95,7 +95,7 @@ VALUES = st.lists(st.tuples(st.floats(1, 1e5), st.sampled_from([0.05, 0.5, 1.5])
 
 @settings(max_examples=100, deadline=None)
 @given(values=VALUES, shrink=st.booleans(), cooldown=st.integers(0, 20))
-def test_the_batch_never_decreases_unless_asked_and_stays_within_its_limits(
+def test_the_batch_shrinks_only_if_asked_and_stays_in_its_limits(
     values: list[Any], shrink: bool, cooldown: int
 ) -> None:
     rule = growth(shrink=shrink, cooldown=cooldown, min_batch_size=16, in_a_row=2)

@@ -86,9 +86,7 @@ def test_a_clean_run_has_no_action_and_is_left_as_it_is(decide: str, tmp_path: P
 
 
 @pytest.mark.parametrize(("decide", "rollback"), [("host", "on"), ("device", "on"), ("device", "off")])
-def test_a_gradient_that_is_a_hundred_times_larger_for_good_is_accepted(
-    decide: str, rollback: str, tmp_path: Path
-) -> None:
+def test_a_gradient_a_hundred_times_larger_for_good_is_accepted(decide: str, rollback: str, tmp_path: Path) -> None:
     """A legitimate change, such as another loss weight: it must cost a few steps, and not the run."""
     net = nn.Linear(6, 1)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, fused=True)
@@ -113,9 +111,7 @@ def test_a_gradient_that_is_a_hundred_times_larger_for_good_is_accepted(
 # -- errors of our own ------------------------------------------------------------------------------------------
 
 
-def test_an_error_of_the_guard_ends_the_guarding_and_not_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_guard_ends_guarding_not_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     real = gv.guard.guard.step_numbers
 

@@ -33,9 +33,7 @@ def backs(run: Run, *, taken: bool = True) -> list[gv.Action]:
 
 
 @pytest.mark.parametrize(("value", "decide"), [(1e30, "host"), (1e30, "device"), (NAN, "host"), (NAN, "device")])
-def test_a_corrupted_weight_is_undone_and_training_continues_with_later_batches(
-    value: float, decide: str, tmp_path: Path
-) -> None:
+def test_a_corrupted_weight_is_undone_and_later_batches_follow(value: float, decide: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optimizers": lambda net: adamw(net, fused=True)}
     run = Run(tmp_path / "run", {**ACT, "rollback": SLOW, "decide": decide}, **settings).train(range(38))
     corrupt(run, value)

@@ -67,9 +67,7 @@ def test_a_scaler_does_not_count_it(guard: dict[str, Any], make: Makes, tmp_path
         pytest.param(DEVICE["adamw"], "device", id="device"),
     ],
 )
-def test_what_the_scaler_leaves_out_is_its_own_affair_and_does_not_count(
-    make: Makes, decide: str, tmp_path: Path
-) -> None:
+def test_what_the_scaler_leaves_out_is_its_own_affair(make: Makes, decide: str, tmp_path: Path) -> None:
     bad = {5: "nan", 12: "nan"}
     alone = Run(bad=bad, scaler=scaler(), optimizers=make).train(range(STEPS))
     guard = {**ACT, "decide": decide}
@@ -102,9 +100,7 @@ def test_norms_of_single_tensors_are_free_of_the_scale(tmp_path: Path) -> None:
         ("cosine", "adamw", {STEPS - 1: "nan"}),  # the last step of all
     ],
 )
-def test_a_scheduler_that_ticks_at_every_step_does_not_count_it(
-    name: str, make: str, bad: dict[int, str], tmp_path: Path
-) -> None:
+def test_a_scheduler_of_every_step_does_not_count_it(name: str, make: str, bad: dict[int, str], tmp_path: Path) -> None:
     settings: dict[str, Any] = {"schedulers": lambda optimizers: [SCHEDULERS[name](optimizers[0])]}
     settings["optimizers"] = HOST[make]
     guarded = Run(tmp_path / "run", ACT, bad=bad, **settings).train(range(STEPS)).close()
@@ -408,9 +404,7 @@ def left_out_by(run: Run, indices: range) -> list[int]:
 
 
 @pytest.mark.parametrize(("decide", "expected"), [("host", [30, 32]), ("device", [30, 32, 34, 36])])
-def test_spikes_that_recur_are_skipped_no_more_once_the_host_knows(
-    decide: str, expected: list[int], tmp_path: Path
-) -> None:
+def test_recurring_spikes_are_made_once_the_host_knows(decide: str, expected: list[int], tmp_path: Path) -> None:
     bad = {index: "huge" for index in (30, 32, 34, 36, 46, 48)}
     higher = {"rollback": "off", "clip": "off"}
     guard = {**ACT, **higher, "skip": gv.guard.Skip(first_steps=10, max_recent=2), "decide": decide}

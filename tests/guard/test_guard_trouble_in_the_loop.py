@@ -42,9 +42,7 @@ def test_a_critic_that_steps_five_times_is_guarded_each_time(decide: Any, tmp_pa
 
 
 @pytest.mark.parametrize("decide", ["host", "device"])
-def test_a_step_that_is_interrupted_leaves_nothing_behind_and_does_not_blind_the_guard(
-    decide: str, tmp_path: Path
-) -> None:
+def test_an_interrupted_step_leaves_nothing_behind_nor_blinds_the_guard(decide: str, tmp_path: Path) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -64,9 +62,7 @@ def test_a_step_that_is_interrupted_leaves_nothing_behind_and_does_not_blind_the
 
 
 @pytest.mark.parametrize(("fused", "decide"), [(False, "host"), (True, "device")], ids=["host", "device"])
-def test_weights_that_are_nan_are_rolled_back_though_a_scaler_skips_every_step(
-    fused: bool, decide: str, tmp_path: Path
-) -> None:
+def test_nan_weights_are_rolled_back_though_a_scaler_skips_every_step(fused: bool, decide: str, tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     settings: dict[str, Any] = {"optimizers": lambda net: adamw(net, fused=fused), "scaler": scaler}
     run = Run(tmp_path / "run", {**ACT, "decide": decide}, **settings).train(range(38))

@@ -307,7 +307,7 @@ def test_the_synthetic_run_extends_resumes_and_decays() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(delays=st.lists(st.booleans(), min_size=120, max_size=120), save_at=st.none() | st.integers(0, 119))
-def test_what_is_decided_does_not_depend_on_when_readings_arrive_nor_on_a_save(
+def test_decisions_depend_neither_on_when_readings_arrive_nor_on_a_save(
     delays: list[bool], save_at: int | None
 ) -> None:
     assert made_up_run(delays, save_at=save_at) == AT_ONCE
@@ -484,7 +484,7 @@ def test_a_real_signal_that_is_lost_lowers_the_rate_once(tmp_path: Path) -> None
     assert pace.factor == pytest.approx(1 / 3)
 
 
-def test_without_micro_batches_the_rate_stays_with_the_schedule_and_it_is_printed_once(
+def test_without_micro_batches_the_rate_stays_and_that_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = tiny()
