@@ -365,8 +365,14 @@ class StepWrapper:
         self._scaler_found_inf: Tensor | None = None
         self._marked = False
 
-    def wrap(self, loop: Any, attempt: Callable[..., Any]) -> None:
-        """Replace the optimizer's `step`: a `GuardLoop` says whether to make it, called by `attempt`."""
+    def wrap(
+        self,
+        before: Callable[[StepWrapper], bool],
+        after: Callable[[StepWrapper, bool], object],
+        failed: Callable[[StepWrapper], object],
+        unguarded: Callable[[], object],
+    ) -> None:
+        """Replace the optimizer's `step`: `before` says whether to make it. One with a closure is `unguarded`."""
         optimizer, original = self.optimizer, self.optimizer.step
         own = "step" in vars(optimizer)
 
@@ -374,19 +380,19 @@ class StepWrapper:
         @functools.wraps(original)
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if (args[0] if args else kwargs.get("closure")) is not None:
-                attempt(loop.step_with_closure)
+                unguarded()
                 return original(*args, **kwargs)
-            if not attempt(loop.before, self, otherwise=True):
-                attempt(loop.after, self, False)
+            if not before(self):
+                after(self, False)
                 return None
             try:
                 result = original(*args, **kwargs)
             except BaseException:  # Ctrl-C too
                 self._unmark()
-                attempt(loop.failed, self)
+                failed(self)
                 raise
             self._unmark()
-            attempt(loop.after, self, True)
+            after(self, True)
             return result
 
         step.guarded = True  # type: ignore[attr-defined]
