@@ -641,19 +641,18 @@ class Guard:
 
     def _continue_trial(self, wrapper: StepWrapper, numbers: StepNumbers) -> bool:
         assert self._trial is not None
-        running, trial, owner = self._trial, self._trial.trial, self._trial.owner
-        self._dropped = True
+        trial, owner, self._dropped = self._trial, self._trial.owner, True
         if wrapper is not owner:
             return False
         norm, loss = float(numbers.norm), float(numbers.loss)
         trial.add(loss if norm <= LARGEST_NORM else math.inf)
         if trial.verdict is None:
-            running.install(trial.arm)
+            trial.install(trial.arm)
             return False
         self._end_trial()
-        words, cost = f"{running.words}; {trial}", {"steps": trial.count + 1}
+        words, cost = f"{trial.words}; {trial}", {"steps": trial.count + 1}
         held = owner.baseline.lr.peak if owner.baseline.lr.jumped is not None else None
-        if trial.verdict and self._roll_back(self._now, "loss_rising", words, running.jumped, cost["steps"]):
+        if trial.verdict and self._roll_back(self._now, "loss_rising", words, trial.jumped, cost["steps"]):
             if held is not None:
                 self._hold_lr(owner, held)
             return False
@@ -804,13 +803,14 @@ class Guard:
         self._buffers.load_state_dict(state["buffers"])
 
 
-class RunningTrial:
-    """A `Trial` in progress: the two sets of weights, whose losses count, and why it is made."""
+class RunningTrial(Trial):
+    """A `Trial` with the two sets of weights, whose losses count, and why it is made."""
 
     def __init__(
         self, owner: StepWrapper, state: TrainingState, snapshot: Snapshot, jumped: int | None, words: str
     ) -> None:
-        self.trial, self.owner, self.jumped, self.words = Trial(), owner, jumped, words
+        super().__init__()
+        self.owner, self.jumped, self.words = owner, jumped, words
         self._live = {f"parameter/{name}": tensor for name, tensor in state.parameters().items()}
         ours = HostCopy(self._live)
         ours.hold_back()
