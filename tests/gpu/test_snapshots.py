@@ -37,7 +37,7 @@ class Trained:
         subject = TrainingState(
             self.net, self.optimizer, schedulers=self.scheduler, scaler=self.scaler, data=(lambda: self.step, print)
         )
-        self.keeper = SnapshotManager(subject, RollBack(every=4, settle=0), folder=folder)
+        self.keeper = SnapshotManager(subject, RollBack(mode="on", every=4, settle=0), folder=folder)
         self.step = 0
         self.busy = torch.randn(2048, 2048, device="cuda")
 

@@ -69,7 +69,9 @@ class Run:
         training_state = TrainingState(
             self.net, self.optimizers, schedulers=self.schedulers, scaler=scaler, data=self.data
         )
-        self.snapshots = SnapshotManager(training_state, RollBack(every=every, settle=settle, keep=keep), folder=folder)
+        self.snapshots = SnapshotManager(
+            training_state, RollBack(mode="on", every=every, settle=settle, keep=keep), folder=folder
+        )
 
     def train(self, steps: int, *, snapshots: bool = False) -> None:
         for _ in range(steps):
@@ -107,7 +109,7 @@ class Run:
 def snapshots_of(net: nn.Module, folder: Path | None = None, *, settle: int = 0, keep: int = 2) -> SnapshotManager:
     """Snapshots at every step of a model under plain gradient descent."""
     state = TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0))
-    return SnapshotManager(state, RollBack(every=1, settle=settle, keep=keep), folder)
+    return SnapshotManager(state, RollBack(mode="on", every=1, settle=settle, keep=keep), folder)
 
 
 def take_healthy(snapshots: SnapshotManager, step: int) -> None:

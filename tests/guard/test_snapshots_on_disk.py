@@ -77,7 +77,7 @@ def test_the_folder_follows_the_ring(tmp_path: Path) -> None:
     run.train(2, snapshots=True)
     run.snapshots.flush()
     assert kept_steps(tmp_path) == {4: "healthy", 8: "healthy", 12: "pending"}
-    assert run.snapshots.spoil() == [12]
+    run.snapshots.spoil()
     assert kept_steps(tmp_path) == {4: "healthy", 8: "healthy"}  # at once, not in a while
     assert run.snapshots.restore().step == 8
     run.step = 8
@@ -93,7 +93,7 @@ def test_the_folder_follows_the_ring(tmp_path: Path) -> None:
 # -- killed -----------------------------------------------------------------------------------------------------
 
 KILLS = 8
-PACE = RollBack(every=2, settle=0)
+PACE = RollBack(mode="on", every=2, settle=0)
 
 WRITERS = """
 import os, random, signal, sys, time
@@ -109,7 +109,7 @@ def write(pipe):
     \"\"\"Check what was resumed from, then write without a pause, and tell of each step when it is on disk.\"\"\"
     net = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])
     state = TrainingState(net, torch.optim.SGD(net.parameters()))
-    snapshots = SnapshotManager(state, RollBack(every=1, settle=2), folder=Path(sys.argv[1]))
+    snapshots = SnapshotManager(state, RollBack(mode="on", every=1, settle=2), folder=Path(sys.argv[1]))
     restored = snapshots.resume()
     step = restored.step if restored else 0
     if restored:

@@ -188,15 +188,13 @@ class Guard:
         )
         self._monitor, self._recorder, self._ranks = monitor, monitor.recorder, ranks
         self._on_device = self._decide == "device" or (self._decide == "auto" and supported and on_gpu)
-        self._manager: SnapshotManager | None = None
-        if self._rollback.mode == "on" or self._folder is not None:
-            self._manager = SnapshotManager(state, self._rollback, self._folder, ranks.group, ranks.stage)
+        self._manager = SnapshotManager(state, self._rollback, self._folder, ranks.group, ranks.stage)
         self._ticks = SkippedTicks(state.schedulers, state.scaler)
         self._wrappers = [StepWrapper(one, self._clip, self._skip) for one in table.optimizers]
         self._buffers = BufferBackup(table.model)
         self._weights = WeightCheck(table.parameters)
-        if self._manager is not None:  # a rollback must be possible from the first step, whatever happens before it
-            self.snapshots += self._manager.take(monitor.step, self._extra(), to_disk=False, healthy=True)
+        # A rollback must be possible from the first step, whatever happens before it.
+        self.snapshots += self._manager.take(monitor.step, self._extra(), to_disk=False, healthy=True)
         if self._folder is not None and state.cannot_restore:
             self._print("snapshots cannot restore " + "; ".join(state.cannot_restore))
         self._attached = self._active = True
@@ -222,9 +220,8 @@ class Guard:
         for wrapper in self._wrappers:
             wrapper.unwrap()
             wrapper.release_lr()
-        if self._manager is not None:
-            self._manager.close()
-            self._report_problems(self._manager)
+        self._manager.close()
+        self._report_problems()
         if self.actions:
             self._print(self.summary())
 
@@ -274,7 +271,7 @@ class Guard:
             The number of steps that were done by then; 0 if there is no snapshot.
         """
         self._expect_run()
-        if self._folder is None or self._manager is None:
+        if self._folder is None:
             raise GradvitalsError("there is no folder to resume from; give the Guard one, such as folder='snapshots'")
         restored = self._manager.resume()
         if restored is None:
@@ -377,14 +374,13 @@ class Guard:
         self._now, self._ended = now, False
         self._skipped = self._dropped = self._scaler_skipped = self._spiked = False
         self._losses.clear()
-        if self._manager is not None:
-            self._manager.complete()
-            self._report_problems(self._manager)
-            # Results from the device are known some steps later, and so is whether there was trouble.
-            self._manager.settle(now - LAG if self._on_device else now)
-            if self._manager.found and not self._started:
-                text = f"{self._folder} holds snapshots of an earlier run, which guard.resume() would continue"
-                self._print(f"{text}; this run's own replace them as they become healthy")
+        self._manager.complete()
+        self._report_problems()
+        # Results from the device are known some steps later, and so is whether there was trouble.
+        self._manager.settle(now - LAG if self._on_device else now)
+        if self._manager.found and not self._started:
+            text = f"{self._folder} holds snapshots of an earlier run, which guard.resume() would continue"
+            self._print(f"{text}; this run's own replace them as they become healthy")
         self._started = True
         if now % WeightCheck.EVERY == 0 and self._trial is None:
             self._check_weights(now)
@@ -396,7 +392,7 @@ class Guard:
             return
         self.step += 1
         troubled = self._spiked or late or any(one.baseline.loss.episode is not None for one in self._wrappers)
-        if self._manager is not None and self._manager.due(self._monitor.step) and not troubled:
+        if self._manager.due(self._monitor.step) and not troubled:
             self.snapshots += self._manager.take(self._monitor.step, self._extra())
 
     def _finish(self) -> None:
@@ -503,7 +499,7 @@ class Guard:
             self._nonfinite, self._tried = 0, False
         if not self._start_fine:
             self._start_fine = True
-            if self._manager is not None and not ended and self.step == 0:  # a checkpoint may have been loaded since
+            if not ended and self.step == 0:  # a checkpoint may have been loaded since
                 self._manager.forget()
                 self._manager.take(self._now, self._extra(), to_disk=False, healthy=True)
                 self._manager.complete()
@@ -536,15 +532,13 @@ class Guard:
             return True
         self._spiked = True
         wrapper.baseline.norm.learn(result.norm)  # it was made, and is part of the run
-        if self._manager is not None:
-            self._manager.spoil()
+        self._manager.spoil()
         self._record_skip(step, "explosion", refusal if refusal and self._skip.mode == "on" else words, False)
         return False
 
     def _judge_scaler_skip(self, step: int) -> None:
         """A GradScaler skipped this step. It does so now and then; if it continues, lowering the scale did not help."""
-        if self._manager is not None:
-            self._manager.spoil()
+        self._manager.spoil()
         self._judge_nonfinite(step, by_scaler=True)
 
     def _judge_nonfinite(self, step: int, *, by_scaler: bool = False) -> None:
@@ -552,7 +546,7 @@ class Guard:
         if step == self._last_nonfinite:
             return
         self._nonfinite, self._last_nonfinite = self._nonfinite + 1, step
-        if self._nonfinite > 1 and self._manager is not None:
+        if self._nonfinite > 1:
             self._manager.spoil()
         rounds = self._nonfinite // self._skip.give_up if self._nonfinite % self._skip.give_up == 0 else 0
         words = f"{self._nonfinite} steps in a row are not finite"
@@ -596,7 +590,7 @@ class Guard:
         self._losses[id(wrapper)] = loss
         self._game = self._game or len({value for value in self._losses.values() if not math.isnan(value)}) > 1
         level = wrapper.baseline.loss
-        if level.episode is not None and self._manager is not None:
+        if level.episode is not None:
             self._manager.spoil()
         rise, hurt = level.rise, level.hurt
         if (rise is None and hurt is None) or step < self._next_look or self._game or self._dropped:
@@ -612,7 +606,7 @@ class Guard:
         if self._rollback.mode == "dry_run":
             self._withhold("roll_back", step, "loss_rising", f"dry run; {words}")
             self._next_look = step + self._patience
-        elif self._manager is not None and (snapshot := self._manager.newest(jumped)) is not None:
+        elif (snapshot := self._manager.newest(jumped)) is not None:
             lr = largest_lr(self._wrappers[0].optimizer)
             if wrapper.baseline.lr.jumped is None and lr > LR_ROSE * snapshot.plain["extra"]["guard"]["lr"]:
                 return  # a schedule that raises the rate, as in a warm restart, costs some loss at first
@@ -629,7 +623,7 @@ class Guard:
 
         Half of them must have, or one by 25 times as much: a small one moves far by chance.
         """
-        moves = self._manager.moves(self._lr_sum) if self._manager is not None else {}
+        moves = self._manager.moves(self._lr_sum)
         typical = statistics.median(moves.values()) if moves else 0.0
         name = max(moves, key=lambda one: moves[one], default="")
         alone = moves.get(name, 0.0) > 25 * self._rollback.moved
@@ -683,7 +677,7 @@ class Guard:
         started, refusal = time.perf_counter(), self._refusal(step)
         if self._rollback.mode == "dry_run":
             refusal = f"dry run; {words}"
-        restored = None if refusal or self._manager is None else self._manager.restore(before)
+        restored = None if refusal else self._manager.restore(before)
         if restored is None:
             self._withhold("roll_back", step, finding, refusal or "no snapshot fits the model as it is now")
             return False
@@ -756,9 +750,9 @@ class Guard:
         if self._ranks.leads:
             print_line(text, self._monitor.config.quiet)
 
-    def _report_problems(self, snapshots: SnapshotManager) -> None:
+    def _report_problems(self) -> None:
         """Report what kept snapshots from being written or restored since the last call."""
-        new = snapshots.problems[self._num_problems :]
+        new = self._manager.problems[self._num_problems :]
         self._num_problems += len(new)
         for text in new:
             self._monitor.report(notices.snapshot_error(text, self._monitor.step))

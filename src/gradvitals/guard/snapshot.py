@@ -501,6 +501,7 @@ class SnapshotManager:
         stage: int | None = None,
     ) -> None:
         self.state, self._pace = state, pace
+        self._takes = pace.mode == "on" or folder is not None  # else there is never a snapshot
         self.problems: list[str] = []  # a sentence for each kind of problem so far. A thread adds to it.
         self._ring: list[Snapshot] = []  # at most `keep` healthy ones and `MAX_PENDING` pending ones, oldest first
         self._open: Snapshot | None = None  # the one that still lacks the settings
@@ -535,7 +536,7 @@ class SnapshotManager:
     def due(self, step: int) -> bool:
         """Whether a snapshot should be taken after `step` steps; at the start of a run more often."""
         wait = min(self._pace.every, max(FIRST_STEPS, self._last_step))
-        return step - self._last_step >= wait and len(self._pending) < MAX_PENDING
+        return self._takes and step - self._last_step >= wait and len(self._pending) < MAX_PENDING
 
     def newest(self, before: int | None = None) -> Snapshot | None:
         """The newest healthy snapshot in memory, if possible from before a step; None if there is none."""
@@ -579,10 +580,10 @@ class SnapshotManager:
             healthy: Whether it counts as healthy at once, as that of the start does.
 
         Returns:
-            False if there are too many pending ones: it stays due.
+            False if there are too many pending ones: it stays due. Or if rollbacks are off, and there is no folder.
         """
         self.complete()
-        if len(self._pending) >= MAX_PENDING:
+        if not self._takes or len(self._pending) >= MAX_PENDING:
             return False
         plain, tensors = self.state.read()
         snapshot = Snapshot(self._next_serial, step, healthy, to_disk=to_disk)
@@ -601,27 +602,20 @@ class SnapshotManager:
         if self._store is not None and snapshot.to_disk:
             self._store.write(snapshot)
 
-    def settle(self, step: int) -> list[int]:
-        """No trouble up to `step`: returns the steps of the snapshots that are healthy by now.
-
-        Healthy ones beyond `keep` go, the oldest first.
-        """
-        wait = self._pace.settle
-        settled = [one for one in self._pending if one.step <= step - min(wait, max(FIRST_STEPS, one.step // 2))]
-        for one in settled:
-            one.healthy = True
-            if self._store is not None:
-                self._store.mark_healthy(one.serial)
+    def settle(self, step: int) -> None:
+        """No trouble up to `step`: some snapshots are healthy by now. Those beyond `keep` go, the oldest first."""
+        for one in self._pending:
+            if one.step <= step - min(self._pace.settle, max(FIRST_STEPS, one.step // 2)):
+                one.healthy = True
+                if self._store is not None:
+                    self._store.mark_healthy(one.serial)
         for one in [one for one in self._ring if one.healthy][: -self._pace.keep]:
             self._remove(one)
-        return [one.step for one in settled]
 
-    def spoil(self) -> list[int]:
-        """Trouble: pending snapshots may hold it, and go from memory and disk. Returns their steps."""
-        bad = self._pending
-        for one in bad:
+    def spoil(self) -> None:
+        """Trouble: pending snapshots may hold it, and go from memory and disk."""
+        for one in self._pending:
             self._discard(one)
-        return [one.step for one in bad]
 
     def forget(self) -> None:
         """Drop every snapshot in memory."""
