@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from gradvitals import bench
 from gradvitals.bench import BARE, RUN, VARIANTS, Round, Runner, Task
+from gradvitals.cli import bench as command
 from gradvitals.cli import main
 from gradvitals.errors import GradvitalsError
 
@@ -29,7 +30,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rounds(*seconds: float) -> list[Round]:
-    return [Round(turns=[(one, False)]) for one in seconds]
+    return [Round(turns=[(one, False)], cpu_seconds=0.2) for one in seconds]
 
 
 # -- arithmetic -----------------------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ def test_what_recording_costs_is_reported_by_kind_of_step() -> None:
     one = Round()
     costs = [("plain", 10.0), ("plain", 30.0), ("plain", 20.0), ("full", 900.0)]
     one.add({"wall": 0.5, "cpu": 0.25, "costs": costs, "every": 50})
-    found = bench.summarize([one], [replace(rounds(0.5 / TURN_STEPS)[0], cpu_seconds=0.2)])
+    found = bench.summarize([one], rounds(0.5 / TURN_STEPS))
     assert found["cpu_ratio"] == pytest.approx(1.25)
     assert found["host_us"] == {"plain": 20.0, "full": 900.0}
     assert found["timed"] == {"plain": 3, "full": 1}
@@ -146,9 +147,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = 30) -> None:
 
 
 @pytest.mark.parametrize("variant", ["watch", RUN])
-def test_a_process_and_its_worker_are_stopped_between_turns(
-    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_are_stopped_between_turns(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRADVITALS_WORKER", "process")
     runner = Runner(replace(TASK, variant=variant, run=str(tmp_path / "run")))
     try:
@@ -199,9 +198,5 @@ def test_every_variant_is_timed_and_printed() -> None:
         assert words in text
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"workloads": ["gpt-5"]}, {"variants": ["fast"]}, {"device": "meta"}, {"rounds": 0}, {"steps": 0}]
-)
-def test_what_cannot_be_timed_is_an_error(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected"):
-        bench.run_overhead(**{"device": "cpu", **wrong})
+def test_the_command_knows_all_workloads_and_variants() -> None:
+    assert (tuple(bench.WORKLOADS), VARIANTS) == (command.WORKLOADS, command.VARIANTS)

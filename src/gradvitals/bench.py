@@ -1,6 +1,6 @@
 """What monitoring costs on this machine: watched and bare steps of the same training script, timed in turn.
 
-Every variant trains in a process of its own. Each makes 50 steps in its turn, in an order that changes, and is
+Every variant trains in a process of its own. Each makes 200 steps in its turn, in an order that changes, and is
 stopped (SIGSTOP) together with its worker process while the others take theirs. The speed of a shared machine drifts by
 more than monitoring costs, so only turns that follow each other closely are compared. Every round starts new processes,
 because two processes that do the same differ too, by where their memory lies. The row "bare again" is a second process
@@ -32,7 +32,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cached_property, partial
-from itertools import chain, cycle
+from itertools import chain, cycle, product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,24 +52,14 @@ from gradvitals.monitor import Monitor, watch
 from gradvitals.store import open_run
 from gradvitals.worker.recover import NOTE
 
-LEARNING_RATE = 1e-6
-"""So small that no batch is memorized while it is timed: numbers near zero are slow on a CPU."""
-
+LEARNING_RATE = 1e-6  # so small that no batch is memorized while it is timed: numbers near zero are slow on a CPU
 MAX_NORM = 1.0
 NUM_CLASSES = 10
-NUM_BATCHES = 8
-"""Different batches that take turns: with a single one, gradients would have no noise to measure."""
-
-LOG_EVERY = 10
-"""Steps from one `.item()` on the loss to the next."""
-
+NUM_BATCHES = 8  # different batches that take turns: with a single one, gradients would have no noise to measure
+LOG_EVERY = 10  # steps from one `.item()` on the loss to the next
 NUM_BINS = 64
-
-Observe = Callable[[Tensor], object]
-"""Called with the mean loss of a step between its last backward and clipping."""
-
-MicroBatch = tuple[Tensor, Tensor]
-"""Inputs and targets."""
+Observe = Callable[[Tensor], object]  # called with the mean loss of a step between its last backward and clipping
+MicroBatch = tuple[Tensor, Tensor]  # inputs and targets
 
 
 # -- workloads ------------------------------------------------------------------------------------------------------
@@ -81,13 +71,10 @@ class Training:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    batches: Sequence[Sequence[MicroBatch]]
-    """The micro-batches of every step."""
-    loss: Callable[[Tensor, Tensor], Tensor]
-    """Mean loss of one micro-batch, from its inputs and targets."""
+    batches: Sequence[Sequence[MicroBatch]]  # the micro-batches of every step
+    loss: Callable[[Tensor, Tensor], Tensor]  # mean loss of one micro-batch, from its inputs and targets
     autocast: torch.dtype | None = None
-    max_norm: float | None = MAX_NORM
-    """What the loop clips to; None if it does not clip."""
+    max_norm: float | None = MAX_NORM  # what the loop clips to; None if it does not clip
 
     @property
     def device(self) -> torch.device:
@@ -165,39 +152,51 @@ def gpt(
     )
 
 
-def gpt_124m(device: torch.device, *, micro_batch_size: int = 8) -> Training:
-    """The size of GPT-2 small."""
-    return gpt(device, n_layer=12, d_model=768, n_head=12, micro_batch_size=micro_batch_size)
+gpt_124m = partial(gpt, n_layer=12, d_model=768, n_head=12, micro_batch_size=8)  # the size of GPT-2 small
+gpt_1_3b = partial(gpt, n_layer=24, d_model=2048, n_head=16, micro_batch_size=6)  # the size of GPT-3 XL
 
-
-def gpt_1_3b(device: torch.device, *, micro_batch_size: int = 6) -> Training:
-    """The size of GPT-3 XL."""
-    return gpt(device, n_layer=24, d_model=2048, n_head=16, micro_batch_size=micro_batch_size)
-
-
-def transformer(device: torch.device, *, micro_batch_size: int = 1, d_model: int = 128, n_layer: int = 5) -> Training:
-    """A character-level transformer in float32: 1M parameters in 65 tensors."""
-    shape: dict[str, Any] = {"n_layer": n_layer, "d_model": d_model, "n_head": 4, "vocab_size": 96, "context": 64}
-    return gpt(device, micro_batch_size=micro_batch_size, tied=False, bf16=False, **shape)
+# A character-level transformer in float32: 1M parameters in 65 tensors.
+transformer = partial(
+    gpt, n_layer=5, d_model=128, n_head=4, micro_batch_size=1, vocab_size=96, context=64, tied=False, bf16=False
+)
 
 
 def small_gpt(device: torch.device) -> Training:
     """10M parameters on a GPU, 0.5M on a CPU."""
     if device.type == "cuda":
-        sizes: dict[str, Any] = {"n_layer": 6, "d_model": 384, "n_head": 6, "vocab_size": 96, "context": 256}
-        return gpt(device, micro_batch_size=32, tied=False, **sizes)
+        shape: dict[str, Any] = {"n_layer": 6, "d_model": 384, "n_head": 6, "vocab_size": 96, "context": 256}
+        return gpt(device, micro_batch_size=32, tied=False, **shape)
     return transformer(device, d_model=96, n_layer=4)
 
 
+def _classifier(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, ...], device: torch.device
+) -> Training:
+    """One batch per step, without clipping."""
+    batches = [
+        [(torch.randn(shape, device=device), torch.randint(NUM_CLASSES, shape[:1], device=device))]
+        for _ in range(NUM_BATCHES)
+    ]
+
+    def loss(inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(model(inputs), targets)
+
+    return Training(model=model, optimizer=optimizer, batches=batches, loss=loss, max_norm=None)
+
+
 def mlp(device: torch.device, *, micro_batch_size: int = 128, width: int = 512) -> Training:
-    """An MLP of 7 layers in float32 with AdamW, one batch per step, without clipping."""
+    """An MLP of 7 layers in float32 with AdamW."""
     inputs = width // 2
     with device:
         hidden = (layer for _ in range(5) for layer in (nn.Linear(width, width), nn.ReLU()))
         model = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), *hidden, nn.Linear(width, NUM_CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    batches = _labeled((micro_batch_size, inputs), device)
-    return Training(model=model, optimizer=optimizer, batches=batches, loss=_classifier_loss(model), max_norm=None)
+    return _classifier(model, optimizer, (micro_batch_size, inputs), device)
+
+
+def _conv(before: int, after: int, size: int, stride: int = 1) -> nn.Sequential:
+    conv = nn.Conv2d(before, after, size, stride, padding=size // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(after))
 
 
 class _Block(nn.Module):
@@ -205,97 +204,58 @@ class _Block(nn.Module):
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after))
-        self.shortcut: nn.Module = nn.Identity()
-        if before != after:
-            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        self.layers = nn.Sequential(_conv(before, after, 3, stride), nn.ReLU(), _conv(after, after, 3))
+        self.shortcut = nn.Identity() if before == after else _conv(before, after, 1, stride)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return F.relu(self.second(self.first(inputs)) + self.shortcut(inputs))
+        return F.relu(self.layers(inputs) + self.shortcut(inputs))
 
 
 def cnn(device: torch.device, *, micro_batch_size: int | None = None, width: int | None = None) -> Training:
-    """ResNet-18 for 32×32 images, SGD with momentum, without clipping; narrow and with few images on a CPU."""
-    size, width = (
-        micro_batch_size or (128 if device.type == "cuda" else 2),
-        width or (64 if device.type == "cuda" else 8),
-    )
-    layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    before = width
-    for stage in range(4):
-        after = width * 2**stage
-        layers += [_Block(before, after, 1 if stage == 0 else 2), _Block(after, after, 1)]
-        before = after
+    """ResNet-18 for 32×32 images, SGD with momentum; narrow and with few images on a CPU."""
+    size = micro_batch_size or (128 if device.type == "cuda" else 2)
+    width = width or (64 if device.type == "cuda" else 8)
     with device:
-        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, NUM_CLASSES)).to(device)
+        layers: list[nn.Module] = [_conv(3, width, 3), nn.ReLU()]
+        for stage in range(4):
+            after = width * 2**stage
+            layers += [_Block(width if stage == 0 else after // 2, after, 1 if stage == 0 else 2)]
+            layers += [_Block(after, after, 1)]
+        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(after, NUM_CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-    batches = _labeled((size, 3, 32, 32), device)
-    return Training(model=model, optimizer=optimizer, batches=batches, loss=_classifier_loss(model), max_norm=None)
+    return _classifier(model, optimizer, (size, 3, 32, 32), device)
 
 
-def _labeled(shape: tuple[int, ...], device: torch.device) -> list[list[MicroBatch]]:
-    def one() -> MicroBatch:
-        return torch.randn(shape, device=device), torch.randint(NUM_CLASSES, shape[:1], device=device)
-
-    return [[one()] for _ in range(NUM_BATCHES)]
-
-
-def _classifier_loss(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda inputs, targets: F.cross_entropy(model(inputs), targets)
-
-
-WORKLOADS: dict[str, Callable[[torch.device], Training]] = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "gpt": small_gpt,
-    "gpt-124m": gpt_124m,
-    "gpt-1.3b": gpt_1_3b,
-}
+Build = Callable[[torch.device], Training]
+WORKLOADS: dict[str, Build] = {"mlp": mlp, "cnn": cnn, "gpt": small_gpt, "gpt-124m": gpt_124m, "gpt-1.3b": gpt_1_3b}
 
 DEFAULT_WORKLOADS = {"cpu": ("mlp", "cnn", "gpt"), "cuda": ("mlp", "cnn", "gpt", "gpt-124m")}
 
 # -- variants -------------------------------------------------------------------------------------------------------
 
 
-def norm_loop(training: Training, loss: Tensor) -> None:
-    """What many loops do: ask for the norm of each gradient, one by one."""
-    for parameter in training.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.norm().item()
-
-
-def histograms(training: Training, loss: Tensor) -> None:
-    """What `wandb.watch` and its like do: a histogram of each gradient, brought to the host one by one."""
-    for parameter in training.model.parameters():
-        if parameter.grad is not None:
-            torch.histc(parameter.grad.float(), bins=NUM_BINS).cpu()
-
-
 OUR_ADAMW = "gv.optim.AdamW"
 
-WATCHED = {
+WATCHED = {  # variants that call `watch` themselves; in "every step" no budget thins the readings
     "watch": Config(quiet=True),
     "every step": Config(tensor_every=1, overhead_budget=1, quiet=True),
     OUR_ADAMW: Config(quiet=True),
 }
-"""Variants that call `watch` themselves. In "every step" no budget thins the readings."""
 
-BY_HAND: dict[str, Callable[[Training, Tensor], None]] = {"norm loop": norm_loop, "histograms": histograms}
-"""Variants that people write themselves."""
+BY_HAND: dict[str, Callable[[Tensor], object]] = {  # what people do with each gradient, one by one
+    "norm loop": lambda grad: grad.norm().item(),
+    "histograms": lambda grad: torch.histc(grad.float(), bins=NUM_BINS).cpu(),  # as `wandb.watch` and its like
+}
 
-BARE, AGAIN, RUN = "bare", "bare again", "run"
-VARIANTS = (BARE, AGAIN, "watch", RUN, "every step", OUR_ADAMW, "norm loop", "histograms")
+BARE, RUN = "bare", "run"
+VARIANTS = (BARE, "bare again", "watch", RUN, "every step", OUR_ADAMW, "norm loop", "histograms")
 
 
 # -- in the process of a variant ------------------------------------------------------------------------------------
 
 WARM_UP_STEPS = 20
-SETTLE_STEPS = 120
-"""Steps in which a monitor finds out how many of them it can read within its budget."""
-
-PR_SET_PDEATHSIG = 1
-"""Of linux/prctl.h."""
+SETTLE_STEPS = 120  # steps in which a monitor finds out how many of them it can read within its budget
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,8 +267,12 @@ class Task:
     device: str
     compiled: bool
     threads: int
-    run: str
-    """The folder of its run."""
+    run: str  # the folder of its run
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether there is a monitor."""
+        return self.variant in WATCHED or self.variant == RUN
 
 
 class CostLog:
@@ -320,19 +284,22 @@ class CostLog:
 
     def __init__(self) -> None:
         self.frozen = False
-        self.costs: list[tuple[str, float]] = []
-        """One of `KINDS`, and microseconds."""
+        self.costs: list[tuple[str, float]] = []  # one of `KINDS`, and microseconds
         self.every = 0
         self._spent = 0.0
-        self._step: tuple[str, float] | None = None
-        """The kind and the cost of the step, if it was accounted for."""
+        self._step = ("plain", 0.0)  # the kind and the cost of the step, if it was accounted for
         schedule.FREE_SECONDS = 0.0
         schedule.YOUNG_STEPS = SETTLE_STEPS
-        for name in ("observe", "on_total_norm", "on_clip"):
-            _wrap(StepRecorder, name, self._time)
-        _wrap(StepRecorder, "_hook_steps", self._hook_steps)
-        _wrap(ReadSchedule, "account", self._account)
-        _wrap(ReadSchedule, "account_plain", lambda account, own, walls: not self.frozen and account(own, walls))
+        wrappers: list[tuple[type, str, Callable[..., Any]]] = [
+            (StepRecorder, "observe", self._time),
+            (StepRecorder, "on_total_norm", self._time),
+            (StepRecorder, "on_clip", self._time),
+            (StepRecorder, "_hook_steps", self._hook_steps),
+            (ReadSchedule, "account", self._account),
+            (ReadSchedule, "account_plain", lambda account, own, walls: not self.frozen and account(own, walls)),
+        ]
+        for owner, name, wrapper in wrappers:
+            setattr(owner, name, _around(getattr(owner, name), wrapper))
 
     def _time(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         started = time.perf_counter()
@@ -343,18 +310,18 @@ class CostLog:
 
     def _hook_steps(self, original: Callable[..., list[Any]], own: StepRecorder, state: OptimizerState) -> list[Any]:
         before, after = handles = original(own, state)
-        hooks: Any = state.optimizer._optimizer_step_pre_hooks
-        hooks[before.id] = functools.wraps(hooks[before.id])(partial(self._time, hooks[before.id]))
-        hooks = state.optimizer._optimizer_step_post_hooks
-        hooks[after.id] = functools.wraps(hooks[after.id])(partial(self._end_step, hooks[after.id]))
+        pre: Any = state.optimizer._optimizer_step_pre_hooks
+        post: Any = state.optimizer._optimizer_step_post_hooks
+        pre[before.id] = _around(pre[before.id], self._time)
+        post[after.id] = _around(post[after.id], self._end_step)
         return handles
 
     def _end_step(self, original: Callable[..., Any], *args: Any) -> None:
         self._time(original, *args)
-        kind, seconds = self._step or ("plain", 0.0)
+        kind, seconds = self._step
         # A full reading has costs that no call of the loop shows: its hooks in backward.
         self.costs.append((kind, 1e6 * (seconds if kind == "full" else self._spent)))
-        self._spent, self._step = 0.0, None
+        self._spent, self._step = 0.0, ("plain", 0.0)
 
     def _account(self, account: Callable[..., bool], own: ReadSchedule, *, full: bool, **costs: Any) -> bool:
         self._step = "full" if full else "norm" if costs["paid_norm"] else "plain", costs["cost_seconds"]
@@ -362,14 +329,12 @@ class CostLog:
         return not self.frozen and account(own, full=full, **costs)
 
 
-def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
+def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wrapped(*args: Any, **options: Any) -> Any:
         return around(original, *args, **options)
 
-    setattr(owner, name, wrapped)
+    return wrapped
 
 
 def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -394,7 +359,7 @@ def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
         monitor = watch(training.model, training.optimizer, run=task.run, config=config, batch_size=training.batch_size)
         observe = monitor.observe
     elif task.variant in BY_HAND:
-        observe = partial(BY_HAND[task.variant], training)
+        observe = partial(_for_each_gradient, BY_HAND[task.variant], list(training.model.parameters()))
     number = 0
     for command in chain([first], commands):
         log.costs.clear()
@@ -413,6 +378,12 @@ def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
         monitor.close()
 
 
+def _for_each_gradient(work: Callable[[Tensor], object], parameters: Sequence[Tensor], loss: Tensor) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            work(parameter.grad)
+
+
 def _main() -> None:
     if sys.platform == "linux":  # a stopped process does not see that its parent is gone
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -428,7 +399,6 @@ KINDS = ("plain", "norm", "full")
 
 TURN_STEPS = 200
 """Long enough that the worker, which looks at the journal once per second, works as in a run of its own."""
-DEFAULT_STEPS = 300
 
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_MAX_": "0"}
 """For glibc, which otherwise gives freed memory back and asks for it again at every step, or never, by luck."""
@@ -443,23 +413,14 @@ class Runner:
         self.task = task
         self._worker: int | None = None
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed at the end
-        own = [sys.executable, "-m", "gradvitals"]
-        launch = [*own, "run", "--quiet", "--run", task.run, "-m"] if task.variant == RUN else own[:2]
-        paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, **(KEEPS_MEMORY if keeps_memory else {})}
-        self._process = subprocess.Popen(
-            [*launch, "gradvitals.bench", json.dumps(asdict(task))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        )
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether it has a monitor."""
-        return self.task.variant in WATCHED or self.task.variant == RUN
+        watching = ["gradvitals", "run", "--quiet", "--run", task.run, "-m"] if task.variant == RUN else []
+        command = [sys.executable, "-m", *watching, "gradvitals.bench", json.dumps(asdict(task))]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
+        environment = os.environ | (KEEPS_MEMORY if keeps_memory else {})
+        self._process = subprocess.Popen(command, text=True, env=environment, **pipes)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._commands, self._answers = self._process.stdin, self._process.stdout
 
     def wait_until_ready(self) -> None:
         """Wait until everything is imported."""
@@ -467,8 +428,8 @@ class Runner:
 
     def settle(self) -> None:
         """Make the first steps, then stop."""
-        adapts = self.is_watched and self.task.variant != "every step"
-        self._ask(SETTLE_STEPS if adapts else WARM_UP_STEPS)
+        adapts = self.task.is_watched and self.task.variant != "every step"
+        self._make(SETTLE_STEPS if adapts else WARM_UP_STEPS)
         note = Path(self.task.run) / NOTE
         if note.exists():  # none if the worker is a thread
             self._worker = json.loads(note.read_text())["worker"]["pid"]
@@ -477,18 +438,17 @@ class Runner:
     def turn(self) -> dict[str, Any]:
         """Make some steps."""
         self._signal(signal.SIGCONT)
-        answer: dict[str, Any] = self._ask(TURN_STEPS)
+        answer: dict[str, Any] = self._make(TURN_STEPS)
         self._signal(signal.SIGSTOP)
         return answer
 
     def finish(self) -> None:
         """End the run and check that nothing in it failed: a monitor that gave up on something is cheap."""
         self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._commands.close()
         if self._process.wait(END_SECONDS):
             self._fail()
-        if self.is_watched:
+        if self.task.is_watched:
             with open_run(self.task.run) as run:
                 broken = [one for one in run.findings if one.id in ("monitor_error", "store_error")]
             if broken:
@@ -499,27 +459,22 @@ class Runner:
         self._process.kill()
         self._signal(signal.SIGCONT)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._errors):
+        for pipe in (self._commands, self._answers, self._errors):
             with contextlib.suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
+                pipe.close()
 
     def _signal(self, sign: signal.Signals) -> None:
         for pid in filter(None, (self._process.pid if self._process.poll() is None else None, self._worker)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sign)
 
-    def _ask(self, steps: int) -> Any:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(f"{steps}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._fail()
+    def _make(self, steps: int) -> Any:
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer
+            print(steps, file=self._commands, flush=True)
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         return json.loads(line) if line else self._fail()
 
     def _fail(self) -> NoReturn:
@@ -535,20 +490,17 @@ class Round:
 
     turns: list[tuple[float, bool]] = field(default_factory=list)
     """Seconds per step, and whether one of the steps was read in full."""
-    costs: dict[str, list[float]] = field(default_factory=dict)
-    """Microseconds of recording, by kind of step."""
-    every: int = 0
-    """Steps from one full reading to the next; 0 without a monitor."""
-    cpu_seconds: float = 0.0
-    """Of all threads of the training process, its worker not included."""
+    costs: list[tuple[str, float]] = field(default_factory=list)
+    """The kind of each step, and the microseconds its recording took."""
+    every: int = 0  # steps from one full reading to the next; 0 without a monitor
+    cpu_seconds: float = 0.0  # of all threads of the training process, its worker not included
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Add one turn."""
         self.turns.append((answer["wall"] / TURN_STEPS, any(kind == "full" for kind, _ in answer["costs"])))
+        self.costs += answer["costs"]
         self.every = answer["every"]
         self.cpu_seconds += answer["cpu"]
-        for kind, cost in answer["costs"]:
-            self.costs.setdefault(kind, []).append(cost)
 
     @property
     def mean(self) -> float:
@@ -591,141 +543,100 @@ def time_round(tasks: Sequence[Task], steps: int, seed: int = 0, *, keeps_memory
 
 # -- the whole measurement ------------------------------------------------------------------------------------------
 
-DEFAULT_ROUNDS = 6
-"""The fewest that give a 95 % interval of the median."""
-
 
 def run_overhead(
     device: str = "auto",
-    workloads: Sequence[str] | None = None,
-    variants: Sequence[str] | None = None,
-    steps: int = DEFAULT_STEPS,
-    rounds: int = DEFAULT_ROUNDS,
-    progress: Callable[[int, int, str], object] | None = None,
+    workloads: Collection[str] = (),
+    variants: Collection[str] = (),
+    steps: int = 200,
+    rounds: int = 6,
+    progress: Callable[[int, int, str], object] = lambda done, total, text: None,
     *,
     compiled: bool = False,
     threads: int | None = None,
-    keeps_memory: bool = True,
+    keep_memory: bool = True,
 ) -> dict[str, Any]:
-    """Time every variant against bare steps of the same loop.
+    """Time every variant against bare steps of the same loop; the arguments are the options of the command.
 
-    Args:
-        device: ``cpu``, ``cuda``, or ``auto`` for a GPU if there is one.
-        workloads: Names out of `WORKLOADS`; None takes those that suit the device.
-        variants: Names out of `VARIANTS`; None takes all. ``bare`` is always timed.
-        steps: Timed steps of each variant per round.
-        rounds: Rounds, each with new processes.
-        progress: Called with the number of finished rounds, of all rounds, and what was found so far.
-        compiled: Time compiled models too.
-        threads: Of torch in every process; None leaves it to torch.
-        keeps_memory: Whether the C library keeps freed memory.
+    ``bare`` is always timed. `progress` is called with the number of finished rounds, of all, and what was found so
+    far.
 
     Returns:
         Plain values, ready for JSON: the machine, and for every workload its size and its variants, each with the
         median `ratio` to bare over the rounds, its quartiles, the 95 % interval of the median and what recording cost.
     """
-    place = _device(device)
-    names = workloads or DEFAULT_WORKLOADS[place.type]
-    chosen = [one for one in VARIANTS if one == BARE or not variants or one in variants]
-    for name, known in [*((one, WORKLOADS) for one in names), *((one, VARIANTS) for one in variants or ())]:
-        if name not in known:
-            raise ValueError(f"got {name!r}; expected one of {', '.join(known)}")
-    if rounds < 1 or steps < 1:
-        raise ValueError(f"got {rounds} rounds of {steps} steps; expected 1 or more")
     if not hasattr(signal, "SIGSTOP"):
         raise GradvitalsError("the benchmark stops processes between their turns, which this system cannot do")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda'; torch finds no CUDA device here")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     threads = threads or torch.get_num_threads()
-    jobs = [(name, mode) for name in names for mode in ((False, True) if compiled else (False,))]
-    common: dict[str, Any] = {"device": place.type, "threads": threads}
-    results = []
-    for place_of, (name, mode) in enumerate(jobs):
-
-        def report(done: int, text: str, before: int = place_of * rounds, label: str = _label(name, mode)) -> None:
-            if progress is not None:
-                progress(before + done, len(jobs) * rounds, f"{label}: {text}")
-
-        results.append(_time_workload(name, chosen, common | {"compiled": mode}, steps, rounds, report, keeps_memory))
+    jobs = list(product(workloads or DEFAULT_WORKLOADS[device], (False, True) if compiled else (False,)))
+    results: list[dict[str, Any]] = []
+    for name, mode in jobs:
+        counted = WORKLOADS[name](torch.device("meta"))
+        chosen = [one for one in VARIANTS if one == BARE or not variants or one in variants]
+        if not isinstance(counted.optimizer, torch.optim.AdamW):
+            chosen = [one for one in chosen if one != OUR_ADAMW]
+        shown = next(iter(chosen[2:] or chosen[1:]), BARE)
+        found: dict[str, list[Round]] = {one: [] for one in chosen}
+        so_far = "starting processes"
+        for number in range(rounds):
+            before, total = len(results) * rounds + number, len(jobs) * rounds
+            progress(before, total, f"{_label(name, mode)}: {so_far}")
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                task = Task(workload=name, variant=BARE, device=device, compiled=mode, threads=threads, run=folder)
+                tasks = [replace(task, variant=one, run=f"{folder}/{place}") for place, one in enumerate(chosen)]
+                for one, timed in time_round(tasks, steps, seed=number, keeps_memory=keep_memory).items():
+                    found[one].append(timed)
+            ratio = summarize(found[shown], found[BARE])["ratio"]
+            so_far = f"{shown} at {percent(ratio)} so far"
+            progress(before + 1, total, f"{_label(name, mode)}: {so_far}")
+        results.append(
+            {
+                "workload": name,
+                "compiled": mode,
+                "parameters": counted.num_parameters,
+                "tensors": counted.num_tensors,
+                "micro_batches": counted.num_micro_batches,
+                "clips": counted.max_norm is not None,
+                "optimizer": type(counted.optimizer).__name__,
+                "variants": {one: summarize(found[one], found[BARE]) for one in chosen},
+            }
+        )
     return {
-        "device": place.type,
-        "machine": machine_name(place),
+        "device": device,
+        "machine": machine_name(torch.device(device)),
         "threads": threads,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "steps": math.ceil(steps / TURN_STEPS) * TURN_STEPS,
         "rounds": rounds,
-        "keeps_memory": keeps_memory,
+        "keeps_memory": keep_memory,
         "workloads": results,
-    }
-
-
-def _device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type not in DEFAULT_WORKLOADS:
-        raise ValueError(f"device is {device!r}; expected auto, cpu or cuda")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda'; torch finds no CUDA device here")
-    return place
-
-
-def _label(name: str, compiled: bool) -> str:
-    return f"{name}, compiled" if compiled else name
-
-
-def _time_workload(
-    name: str,
-    variants: Sequence[str],
-    common: Mapping[str, Any],
-    steps: int,
-    rounds: int,
-    report: Callable[[int, str], None],
-    keeps_memory: bool,
-) -> dict[str, Any]:
-    counted = WORKLOADS[name](torch.device("meta"))
-    if not isinstance(counted.optimizer, torch.optim.AdamW):
-        variants = [one for one in variants if one != OUR_ADAMW]
-    found: list[dict[str, Round]] = []
-    for number in range(rounds):
-        report(number, "starting processes")
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            paths = [(one, f"{folder}/{place}") for place, one in enumerate(variants)]
-            tasks = [Task(workload=name, variant=one, run=path, **common) for one, path in paths]
-            found.append(time_round(tasks, steps, seed=number, keeps_memory=keeps_memory))
-        shown = next((one for one in variants[2:] or variants[1:]), BARE)
-        so_far = statistics.median(one[shown].typical / one[BARE].typical for one in found)
-        report(number + 1, f"{shown} at {percent(so_far)} so far")
-    return {
-        "workload": name,
-        "compiled": common["compiled"],
-        "parameters": counted.num_parameters,
-        "tensors": counted.num_tensors,
-        "micro_batches": counted.num_micro_batches,
-        "clips": counted.max_norm is not None,
-        "optimizer": type(counted.optimizer).__name__,
-        "variants": {one: summarize([each[one] for each in found], [each[BARE] for each in found]) for one in variants},
     }
 
 
 def summarize(rounds: Sequence[Round], bare: Sequence[Round]) -> dict[str, Any]:
     """What a variant took, beside the bare process of the same round."""
-    ratios = [one.typical / base.typical for one, base in zip(rounds, bare, strict=True)]
+    pairs = list(zip(rounds, bare, strict=True))
+    ratios = [one.typical / base.typical for one, base in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    costs = {kind: [cost for one in rounds for cost in one.costs.get(kind, ())] for kind in KINDS}
+    costs: dict[str, list[float]] = {}
+    for kind, cost in chain.from_iterable(one.costs for one in rounds):
+        costs.setdefault(kind, []).append(cost)
     return {
         "ms": 1000 * statistics.median(one.typical for one in rounds),
         "ratio": middle,
         "ratio_low": low,
         "ratio_high": high,
         "ratio_interval": median_interval(ratios),
-        "mean_ratio": statistics.median(one.mean / base.mean for one, base in zip(rounds, bare, strict=True)),
-        "cpu_ratio": statistics.median(
-            one.cpu_seconds / base.cpu_seconds if base.cpu_seconds else math.nan
-            for one, base in zip(rounds, bare, strict=True)
-        ),
-        "host_us": {kind: statistics.median(found) for kind, found in costs.items() if found},
-        "timed": {kind: len(found) for kind, found in costs.items() if found},
+        "mean_ratio": statistics.median(one.mean / base.mean for one, base in pairs),
+        "cpu_ratio": statistics.median(one.cpu_seconds / base.cpu_seconds for one, base in pairs),
+        "host_us": {kind: statistics.median(costs[kind]) for kind in KINDS if kind in costs},
+        "timed": {kind: len(costs[kind]) for kind in KINDS if kind in costs},
         "every": [one.every for one in rounds if one.every],
         "ratios": ratios,
     }
@@ -746,19 +657,6 @@ def median_interval(values: Sequence[float]) -> list[float] | None:
 
 
 # -- in words -------------------------------------------------------------------------------------------------------
-
-COLUMNS = (
-    "variant",
-    "ms per step",
-    "change",
-    "quartiles",
-    "95 % interval",
-    "by means",
-    "CPU time",
-    "plain µs",
-    "norm µs",
-    "full µs",
-)
 
 
 def headline(result: Mapping[str, Any]) -> str:
@@ -781,26 +679,36 @@ def describe_workload(found: Mapping[str, Any]) -> str:
     )
 
 
-def table_rows(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """The variants of one workload, the head first."""
-    rows: list[tuple[str, ...]] = [COLUMNS]
+def _label(name: str, compiled: bool) -> str:
+    return f"{name}, compiled" if compiled else name
+
+
+def table_rows(found: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The variants of one workload, by column."""
+    rows = []
     for variant, one in found["variants"].items():
-        spans = [_span([one["ratio_low"], one["ratio_high"]]), _span(one["ratio_interval"])]
-        host = [f"{one['host_us'][kind]:,.0f}" if kind in one["host_us"] else "" for kind in KINDS]
-        others = [percent(one["mean_ratio"]), percent(one["cpu_ratio"])]
-        changes = [percent(one["ratio"]), *spans, *others] if variant != BARE else [""] * 5
-        rows.append((variant, f"{one['ms']:.2f}", *changes, *host))
+        changes = {
+            "change": percent(one["ratio"]),
+            "quartiles": _span([one["ratio_low"], one["ratio_high"]]),
+            "95 % interval": _span(one["ratio_interval"]),
+            "by means": percent(one["mean_ratio"]),
+            "CPU time": percent(one["cpu_ratio"]),
+        }
+        if variant == BARE:
+            changes = dict.fromkeys(changes, "")
+        host = {f"{kind} µs": f"{one['host_us'][kind]:,.0f}" if kind in one["host_us"] else "" for kind in KINDS}
+        rows.append({"variant": variant, "ms per step": f"{one['ms']:.2f}", **changes, **host})
     return rows
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
-    """How often monitors read, for those that thinned their readings."""
+    """How often monitors read."""
     lines = []
     for variant, one in found["variants"].items():
         if one["every"]:
-            timed, span = one["timed"], sorted({min(one["every"]), max(one["every"])})
-            kinds = ", ".join(f"{timed[kind]:,} {kind}" for kind in KINDS if kind in timed)
-            lines.append(f"{variant}: a full reading every {' to '.join(map(str, span))} steps; timed: {kinds}")
+            span = " to ".join(map(str, sorted({min(one["every"]), max(one["every"])})))
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in one["timed"].items())
+            lines.append(f"{variant}: a full reading every {span} steps; timed: {kinds}")
     return lines
 
 
@@ -808,11 +716,9 @@ def format_markdown(result: Mapping[str, Any]) -> str:
     """The result as Markdown, one table per workload."""
     parts = [headline(result)]
     for found in result["workloads"]:
-        parts += [
-            describe_workload(found),
-            markdown_table(table_rows(found)),
-            "\n".join(f"- {n}" for n in notes(found)),
-        ]
+        rows = table_rows(found)
+        table = markdown_table([list(rows[0]), *(list(row.values()) for row in rows)])
+        parts += [describe_workload(found), table, "\n".join(f"- {note}" for note in notes(found))]
     return "\n\n".join(filter(None, parts))
 
 
@@ -831,29 +737,20 @@ def machine_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = models[0].split(":", 1)[1].strip() if models else name
+    models = cpuinfo.read_text().split("model name", 1)[1:] if cpuinfo.exists() else []
+    if models:
+        name = models[0].splitlines()[0].split(":", 1)[1].strip()
     return f"{name}, {os.cpu_count()} cores"
 
 
 def markdown_table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> str:
-    """A Markdown table with its columns padded to one width.
-
-    Args:
-        rows: The head first.
-        left: Places of the columns that are aligned left; the others are numbers.
-    """
-    widths = [max(2, *map(len, column)) for column in zip(*rows, strict=True)]  # room for a hyphen and a colon
-    aligned = [
-        [
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in rows
-    ]
-    rule = ["-" * width if place in left else "-" * (width - 1) + ":" for place, width in enumerate(widths)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (aligned[0], rule, *aligned[1:]))
+    """A Markdown table of rows, the head first; columns are padded, and aligned right but for those named `left`."""
+    columns = []
+    for place, cells in enumerate(zip(*rows, strict=True)):
+        width = max(2, *map(len, cells))  # room for a hyphen and a colon
+        head, *others = [cell.ljust(width) if place in left else cell.rjust(width) for cell in cells]
+        columns.append([head, "-" * width if place in left else "-" * (width - 1) + ":", *others])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True))
 
 
 if __name__ == "__main__":

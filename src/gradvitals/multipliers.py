@@ -159,7 +159,6 @@ def _fold(state: dict[str, Any], prefix: str, attribute: str) -> None:
 
 
 Where = str | Iterable[str] | Callable[[str, nn.Parameter], bool]
-Owners = list[tuple[nn.Module, str]]
 
 
 def attach(model: nn.Module, where: Where | None = None, kind: Kind = "scalar") -> tuple[str, ...]:
@@ -199,14 +198,13 @@ def attach(model: nn.Module, where: Where | None = None, kind: Kind = "scalar") 
     places = _places(model)
     names = _chosen(places, where)
     for name in names:
-        weight, owners, _ = places[name]
+        weight = places[name].weight
         if weight.dim() < 2 and kind != "scalar":
             raise GradvitalsError(
                 f"{name} has shape {tuple(weight.shape)}, and kind is {kind!r}; expected two dimensions or more, or "
                 "kind='scalar'"
             )
-        taken = [owner for owner, attribute in owners if parametrize.is_parametrized(owner, attribute)]
-        if taken:
+        if _is_parametrized(places[name]):
             raise GradvitalsError(
                 f"{name} has a parametrization already; expected a plain weight: merge(model) folds multipliers in, "
                 "torch.nn.utils.parametrize.remove_parametrizations takes others off"
@@ -264,7 +262,7 @@ class _Place(NamedTuple):
     """One parameter, and all modules that use it; several if it is tied."""
 
     weight: nn.Parameter
-    owners: Owners
+    owners: list[tuple[nn.Module, str]]
     names: list[str]
 
 
@@ -287,13 +285,13 @@ def _places(model: nn.Module) -> dict[str, _Place]:
 
 def _chosen(places: Mapping[str, _Place], where: Where | None) -> list[str]:
     """Return the first names of the chosen parameters. Any name of a tied one chooses it."""
+    matrices = {name: place for name, place in places.items() if place.weight.dim() > 1}
+    some = f"out of {', '.join(list(matrices)[:20])}"
     if where is None:
-        large = [place for place in places.values() if place.weight.dim() > 1]
-        if large and all(map(_is_parametrized, large)):
+        if matrices and all(map(_is_parametrized, matrices.values())):
             raise GradvitalsError("every matrix has a parametrization already; merge(model) folds multipliers in")
         names = [name for name, place in places.items() if _is_default(place)]
     elif isinstance(where, str):
-        matrices = {name: place for name, place in places.items() if place.weight.dim() > 1}
         names = [name for name, place in matrices.items() if any(re.search(where, alias) for alias in place.names)]
     elif callable(where):
         names = [name for name, place in places.items() if any(where(alias, place.weight) for alias in place.names)]
@@ -302,16 +300,11 @@ def _chosen(places: Mapping[str, _Place], where: Where | None) -> list[str]:
         wanted = list(where)
         missing = [name for name in wanted if name not in first]
         if missing:
-            raise GradvitalsError(f"where names {missing[0]!r}; expected names out of {_matrices(places)}")
+            raise GradvitalsError(f"where names {missing[0]!r}; expected names {some}")
         names = list(dict.fromkeys(first[name] for name in wanted))
     if not names:
-        raise GradvitalsError(f"where is {where!r} and chooses no parameter; expected some out of {_matrices(places)}")
+        raise GradvitalsError(f"where is {where!r} and chooses no parameter; expected some {some}")
     return names
-
-
-def _matrices(places: Mapping[str, _Place]) -> str:
-    """Return some of the names to choose from."""
-    return ", ".join([name for name, place in places.items() if place.weight.dim() > 1][:20])
 
 
 def _is_default(place: _Place) -> bool:

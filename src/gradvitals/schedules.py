@@ -31,20 +31,13 @@ from gradvitals.types import Action, Reading, Source
 from gradvitals.worker.worker import print_line
 
 __all__ = ["BatchSizeScheduler", "GSNRScheduler", "decoupled_momentum", "split_by_layer"]
-
 STATE_VERSION = 2
-
 SAME_WEIGHTS: tuple[Source, ...] = ("microbatch", "ranks")
 """Sources whose samples are all taken with the same weights: the ones to act on by default."""
 
-WITH_TOTAL: tuple[Source, ...] = (*SAME_WEIGHTS, "adam")
-"""Sources that have a value for the whole model."""
-
-MISSING_AFTER = 100
-"""Steps without a GSNR to act on after which that is printed, once."""
-
-KEPT = ("loss", "grad/spike_ratio", "gsnr", "gsnr_low", "gsnr_high")
-"""The values of a reading that schedules use."""
+WITH_TOTAL: tuple[Source, ...] = (*SAME_WEIGHTS, "adam")  # sources that have a value for the whole model
+MISSING_AFTER = 100  # steps without a GSNR to act on after which that is printed, once
+KEPT = ("loss", "grad/spike_ratio", "gsnr", "gsnr_low", "gsnr_high")  # the values of a reading that schedules use
 
 
 # -- factors on the learning rate --------------------------------------------------------------------------------
@@ -140,8 +133,12 @@ class _Scheduler:
     """
 
     monitor: Monitor
-    look_every: int = field(default=10, kw_only=True)
-    lag: int = field(default=10, kw_only=True)
+    _: KW_ONLY
+    readings: int = 5
+    in_a_row: int = 3
+    cooldown: int
+    look_every: int = 10
+    lag: int = 10
     actions: list[Action] = field(default_factory=list, init=False)
     """What was done or proposed so far, oldest first."""
 
@@ -149,16 +146,15 @@ class _Scheduler:
     """What `state_dict` saves of the subclass, a dataclass."""
     _sources: tuple[Source, ...] = field(default=SAME_WEIGHTS, init=False)
     """Those that count, the best first. Values of two sources or two batch sizes are never compared."""
-    _queue: deque[Reading] = field(init=False)
-    """Readings that no look has taken yet."""
     _offered: set[str] = field(default_factory=set, init=False)
     """All sources that had a GSNR of the whole model."""
 
     def __post_init__(self) -> None:
-        pace = (self.look_every, self.lag)
-        expect(self.look_every >= 1 and self.lag >= 0, "look_every, lag", pace, "1 step or more, and 0 or more")
+        expect(self.readings >= 2, "readings", self.readings, "2 or more: one has no interval")
+        for name, least in (("in_a_row", 1), ("cooldown", 0), ("look_every", 1), ("lag", 0)):
+            expect(getattr(self, name) >= least, name, getattr(self, name), f"a whole number, {least} or more")
         self._averages = Averages(window=self.monitor.config.gsnr_window)
-        queue = self._queue = deque(maxlen=4096)  # for a loop that never takes any
+        queue = self._queue = deque[Reading](maxlen=4096)  # for a loop that never takes any
         if self.monitor.ranks is not None:  # else ranks send their numbers only now and then
             self.monitor.recorder.read_every_step()
 
@@ -200,12 +196,11 @@ class _Scheduler:
             fix += ', or pass source="adam" and read about its limits'
         return f"no GSNR from {' or '.join(self._sources)} to act on ({have}); {fix}"
 
-    def _add(
-        self, note: str, kind: str, finding: str, reason: str, before: Any, after: Any, *, taken: bool = True
-    ) -> None:
+    def _add(self, kind: str, finding: str, reason: str, before: Any, after: Any, taken: bool = True) -> None:
         step = self.monitor.step
         action = Action(kind=kind, step=step, finding=finding, taken=taken, before=before, after=after, reason=reason)
         self.actions.append(action)
+        note = kind if kind != "batch_size" else "done" if taken else "proposed"
         self._print(f"step {step}: {reason} ({note})")
         self.monitor.record(action)
 
@@ -253,19 +248,13 @@ class WarmupDecay:
     """
 
     made: int = 0
-    ramp: int = 0
-    """Steps of the warmup that are done."""
-    held: int = 0
-    """Steps that the warmup was held for."""
+    ramp: int = 0  # steps of the warmup that are done
+    held: int = 0  # steps that the warmup was held for
     holding: bool = False
-    decayed: float = 1.0
-    """Factor of all decays so far."""
-    decayed_at: int = -1
-    """`made` at the last decay; -1 before the first."""
-    floor: int = 0
-    """The step from which on averages are compared: after the warmup, after the last decay."""
-    best: dict[str, Any] = field(default_factory=dict)
-    """The average with the highest lower end since then."""
+    decayed: float = 1.0  # factor of all decays so far
+    decayed_at: int = -1  # `made` at the last decay; -1 before the first
+    floor: int = 0  # the step from which on averages are compared: after the warmup, after the last decay
+    best: dict[str, Any] = field(default_factory=dict)  # the average with the highest lower end since then
     recent: list[dict[str, Any]] = field(default_factory=list)
     """Averages since then, for the newest one that shares no reading with the present."""
     faded_for: int = 0
@@ -346,12 +335,10 @@ class GSNRScheduler(_Scheduler):
     drop: float = 4.0
     sudden_drop: float = 3.0
     plateau: bool = True
-    readings: int = 5
-    in_a_row: int = 3
     cooldown: int = 500
     min_factor: float = 0.01
     source: Source | None = None
-
+    _state: WarmupDecay = field(init=False)
     DECLINE: ClassVar[float] = 2.0
     """Power of the step number that a GSNR may fall with by itself, as in the rule `sudden_gsnr_drop`."""
     ENOUGH_LOSSES: ClassVar[int] = 50
@@ -368,9 +355,6 @@ class GSNRScheduler(_Scheduler):
         expect(0 < self.decay <= 1, "decay", self.decay, "a factor over 0, up to 1 (which turns decay off)")
         for name in ("drop", "sudden_drop"):
             expect(getattr(self, name) > 1, name, getattr(self, name), "a factor over 1 that the GSNR falls by")
-        expect(self.readings >= 2, "readings", self.readings, "2 or more: one has no interval")
-        expect(self.in_a_row >= 1, "in_a_row", self.in_a_row, "1 or more")
-        expect(self.cooldown >= 0, "cooldown", self.cooldown, "a number of steps, 0 or more")
         expect(0 < self.min_factor <= 1, "min_factor", self.min_factor, "a factor over 0, up to 1")
         self.optimizer = optimizer_of(self.optimizer, "GSNRScheduler")
         self._longest = 4 * self.warmup_steps if limit is None else limit
@@ -384,7 +368,7 @@ class GSNRScheduler(_Scheduler):
     @property
     def factor(self) -> float:
         """This scheduler's factor on the rate of the next step."""
-        state: WarmupDecay = self._state
+        state = self._state
         warmup = self._ramp_at(state.ramp)
         if self.warmup_in_schedule:
             warmup /= self._ramp_at(state.ramp + state.held)
@@ -415,14 +399,14 @@ class GSNRScheduler(_Scheduler):
 
     def _advance(self) -> None:
         """A step was made: the warmup advances, unless it is held."""
-        state: WarmupDecay = self._state
+        state = self._state
         state.made += 1
         if state.ramp >= self.warmup_steps:
             return
         if state.holding and state.held < self._longest:
             state.held += 1
             if state.held == self._longest:
-                self._resume_warmup(f"the warmup was held for {state.held} steps, which is the limit", {})
+                self._hold_warmup(False, f"the warmup was held for {state.held} steps, which is the limit")
             return
         state.ramp += 1
         if state.ramp == self.warmup_steps:
@@ -438,32 +422,31 @@ class GSNRScheduler(_Scheduler):
             self._consider_decay(average, source)
 
     def _consider_warmup(self, average: Average, source: str) -> None:
-        state: WarmupDecay = self._state
+        state = self._state
         near = self.near_zero
         no_signal = average.low <= 0 <= average.high and (near is None or average.high * average.per_step < near)
         if no_signal == state.holding or state.held >= self._longest:
             return
-        shown = _shown(average, source)
-        if not no_signal:
-            self._resume_warmup(f"{shown} is above 0: the warmup continues", _figures(average))
-            return
-        state.holding = True
-        most, length = self._longest - state.held, self.warmup_steps + state.held
-        before = {"factor": self.factor, "warmup_steps": length}
-        after = {"factor": self.factor, "warmup_steps": length + most} | _figures(average)
-        held = f"the warmup is held at {self.factor:.3g} of the rate, for at most {most} steps"
-        reason = f"{shown} cannot be distinguished from 0: {held}"
-        self._add("warmup_extended", "warmup_extended", "near_zero_initial_gsnr", reason, before, after)
+        shown, most = _shown(average, source), self._longest - state.held
+        if no_signal:
+            reason = f"{shown} cannot be distinguished from 0: the warmup is held"
+            self._hold_warmup(True, f"{reason} at {self.factor:.3g} of the rate, for at most {most} steps", average)
+        else:
+            self._hold_warmup(False, f"{shown} is above 0: the warmup continues", average)
 
-    def _resume_warmup(self, reason: str, figures: dict[str, Any]) -> None:
-        state: WarmupDecay = self._state
-        state.holding = False
-        before = {"factor": self.factor, "warmup_steps": self.warmup_steps}
-        after = {"factor": self.factor, "warmup_steps": self.warmup_steps + state.held, "held": state.held} | figures
-        self._add("warmup_resumed", "warmup_resumed", "near_zero_initial_gsnr", reason, before, after)
+    def _hold_warmup(self, holding: bool, reason: str, average: Average | None = None) -> None:
+        """Hold the warmup, or let it continue."""
+        state, length = self._state, self.warmup_steps + self._state.held
+        state.holding = holding
+        before, after = (length, self.warmup_steps + self._longest) if holding else (self.warmup_steps, length)
+        figures = {} if holding else {"held": state.held}
+        figures |= {} if average is None else _figures(average)
+        was, now = ({"factor": self.factor, "warmup_steps": steps} for steps in (before, after))
+        kind = "warmup_extended" if holding else "warmup_resumed"
+        self._add(kind, "near_zero_initial_gsnr", reason, was, now | figures)
 
     def _consider_decay(self, now: Average, source: str) -> None:
-        state: WarmupDecay = self._state
+        state = self._state
         last = state.recent[-1] if state.recent else None
         if last is not None and not (last["source"] == source and same_size(last["batch_size"], now.batch_size)):
             state.start_comparing(state.floor)  # another quantity, which cannot be compared with what is remembered
@@ -500,7 +483,7 @@ class GSNRScheduler(_Scheduler):
         return fell < max(2 * error, 0.01 * abs(float(losses.mean())))
 
     def _decay(self, now: Average, source: str, reference: Mapping[str, Any], finding: str) -> None:
-        state: WarmupDecay = self._state
+        state = self._state
         before = self.factor
         state.decayed, state.decayed_at = max(self.min_factor, state.decayed * self.decay), state.made
         why = " and the loss no longer falls" if finding == "decay_due" and self.plateau else ""
@@ -511,12 +494,12 @@ class GSNRScheduler(_Scheduler):
         )
         was = {"factor": before, "gsnr": reference["value"], "gsnr_low": reference["low"], "at": reference["step"]}
         state.start_comparing(self.monitor.step)
-        self._add("decay", "decay", finding, reason, was, {"factor": self.factor} | _figures(now))
+        self._add("decay", finding, reason, was, {"factor": self.factor} | _figures(now))
 
     @property
     def status(self) -> str:
         """A few words on where it stands."""
-        state: WarmupDecay = self._state
+        state = self._state
         if self._lacks_gsnr():
             return self._missing()
         if state.ramp < self.warmup_steps:
@@ -583,8 +566,7 @@ class BatchGrowth:
     """Where a `BatchSizeScheduler` stands."""
 
     batch_size: int
-    made: int = 0
-    """Steps of training made."""
+    made: int = 0  # steps of training made
     changed_at: int = -1
     over_for: int = 0
     under_for: int = 0
@@ -631,11 +613,10 @@ class BatchSizeScheduler(_Scheduler):
     scale_lr: bool = False
     lr_rule: Rule | None = None
     factor: float = 2.0
-    readings: int = 5
-    in_a_row: int = 3
     cooldown: int = 200
     shrink: bool = False
     min_batch_size: int | None = None
+    _state: BatchGrowth = field(init=False)
 
     def __post_init__(self) -> None:
         size, parts, rule = self.batch_size, self.accumulation_steps, self.lr_rule
@@ -651,9 +632,6 @@ class BatchSizeScheduler(_Scheduler):
         expect(least >= 1 and least % micro == 0, "min_batch_size", least, multiple)
         expect(most % micro == 0, "max_batch_size", most, multiple)
         expect(self.factor > 1, "factor", self.factor, "more than 1")
-        enough = (self.readings, self.in_a_row)
-        expect(enough[0] >= 2 and enough[1] >= 1, "readings, in_a_row", enough, "2 or more, 1 or more")
-        expect(self.cooldown >= 0, "cooldown", self.cooldown, "a number of steps, 0 or more")
         expect(rule in (None, *POWERS), "lr_rule", rule, "'sqrt', 'linear' or None")
         scales = self.scale_lr
         expect(not scales or self.optimizer is not None, "scale_lr", scales, "an optimizer as well, to scale its rate")
@@ -669,15 +647,12 @@ class BatchSizeScheduler(_Scheduler):
     @property
     def lr_multiplier(self) -> float:
         """How the learning rate follows the batch; in force only with `scale_lr`."""
-        return self._multiplier(self.batch_size)
-
-    def _multiplier(self, size: int) -> float:
-        return float((size / self._first) ** POWERS[self.lr_rule or "sqrt"])
+        return float(self._settings(self.batch_size)["lr_multiplier"])
 
     def _settings(self, size: int) -> dict[str, Any]:
         """What the loop needs for a batch of this size."""
-        parts = size // self._micro_batch
-        return {"batch_size": size, "accumulation_steps": parts, "lr_multiplier": self._multiplier(size)}
+        multiplier = float((size / self._first) ** POWERS[self.lr_rule or "sqrt"])
+        return {"batch_size": size, "accumulation_steps": size // self._micro_batch, "lr_multiplier": multiplier}
 
     @property
     def proposal(self) -> Proposal:
@@ -696,7 +671,7 @@ class BatchSizeScheduler(_Scheduler):
                 self._consider(self._propose(average))
 
     def _propose(self, average: Average) -> Proposal:
-        state: BatchGrowth = self._state
+        state = self._state
         size = state.batch_size
         reason = self._unusable(average)
         if reason:
@@ -745,18 +720,14 @@ class BatchSizeScheduler(_Scheduler):
         self._proposed = new
         if new in (proposal.current, known):  # a proposal is reported once, and again after it was withdrawn
             return
-        before, after = self._settings(self.batch_size), self._settings(new)
-        after |= {
-            "noise_scale": proposal.noise_scale,
-            "noise_scale_low": proposal.low,
-            "noise_scale_high": proposal.high,
-        }
+        ends = {"noise_scale_low": proposal.low, "noise_scale_high": proposal.high}
+        before = self._settings(self.batch_size)
+        after = self._settings(new) | {"noise_scale": proposal.noise_scale} | ends
         if self.apply:
             self._state = BatchGrowth(new, made=self._state.made, changed_at=self._state.made)
             self._follow()
         finding = "batch_too_small" if new > proposal.current else "batch_too_large"
-        note = "done" if self.apply else "proposed"
-        self._add(note, "batch_size", finding, str(proposal), before, after, taken=self.apply)
+        self._add("batch_size", finding, str(proposal), before, after, self.apply)
 
     def _follow(self) -> None:
         """Give the loop and the learning rate the batch of the state."""
@@ -792,26 +763,18 @@ class BatchSizeScheduler(_Scheduler):
 
 # -- momentum ----------------------------------------------------------------------------------------------------
 
-_DECOUPLED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Optimizers with decoupled momentum."""
+_DECOUPLED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # optimizers with decoupled momentum
 
 
-def decoupled_momentum(
-    optimizer: torch.optim.Optimizer,
-    signal: Monitor | Sequence[float],
-    *,
-    delta: float = 0.075,
-    direction: Literal[1, -1] = 1,
-    bounds: tuple[float, float] = (0.01, 0.99),
-    source: Source | None = None,
-) -> DecoupledMomentum:
-    """Set the momentum of every parameter group by the rank of its GSNR.
+class DecoupledMomentum:
+    """Sets the momentum of every parameter group by the rank of its GSNR.
 
     After DeepKD (arXiv 2505.15133), which raises momentum by a fixed amount for the parts of a loss whose GSNR is high
     and lowers it for the others. There the parts are known by hand; here groups are ranked by their measured GSNR.
 
     The group with the highest GSNR gets its momentum plus `delta`, the one with the lowest its momentum minus `delta`,
     the others are spaced evenly between them. Momentum is `momentum` of SGD, or the first of Adam's `betas`.
+    `update` ranks again by newer readings, `undo` restores the momentum from before.
 
     Note that SGD's steps grow with its momentum, by 1/(1 - momentum): from 0.9 to 0.975 they are four times as long.
 
@@ -824,9 +787,6 @@ def decoupled_momentum(
         bounds: Momentum stays within these, which lie between 0 and 1.
         source: Source of the Monitor's GSNR. None: micro-batches or ranks.
 
-    Returns:
-        What was done. `update` ranks again by newer readings, `undo` restores the momentum from before.
-
     Example:
         >>> import torch
         >>> a, b, c = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
@@ -838,47 +798,47 @@ def decoupled_momentum(
         >>> [group["momentum"] for group in optimizer.param_groups]
         [0.9, 0.9, 0.9]
     """
-    own = optimizer_of(optimizer, "decoupled_momentum")
-    if own in _DECOUPLED:
-        raise ConfigError("this optimizer has decoupled momentum already; use its update() to rank again, or undo()")
-    expect(0 < delta < 1, "delta", delta, "a number between 0 and 1, such as 0.075")
-    expect(direction in (1, -1), "direction", direction, "1 (more for high GSNR) or -1 (more for low GSNR)")
-    if not 0 < bounds[0] < bounds[1] < 1:
-        raise ConfigError(f"bounds are {bounds!r}; expected two numbers between 0 and 1, the lower first")
-    if len(own.param_groups) < 2:
-        raise ConfigError(
-            f"the optimizer has {len(own.param_groups)} parameter group, and momentum belongs to a group; "
-            "make one for each layer with split_by_layer(optimizer, model) before you build a scheduler"
-        )
-    for index, group in enumerate(own.param_groups):
-        value = _momentum(group)
-        if not isinstance(value, float | int) or not 0 < value < 1:
-            raise ConfigError(
-                f"group {index} of {type(own).__name__} has no momentum to shift ({_setting(group) or 'no setting'}); "
-                "expected momentum, or the first of betas, as a number between 0 and 1"
-            )
-    return DecoupledMomentum(own, signal, direction * delta, bounds, SAME_WEIGHTS if source is None else (source,))
-
-
-class DecoupledMomentum:
-    """Momentum by the rank of GSNR on one optimizer. Made by `decoupled_momentum`."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         signal: Monitor | Sequence[float],
-        shift: float,
-        bounds: tuple[float, float],
-        sources: tuple[Source, ...],
+        *,
+        delta: float = 0.075,
+        direction: Literal[1, -1] = 1,
+        bounds: tuple[float, float] = (0.01, 0.99),
+        source: Source | None = None,
     ) -> None:
-        self.optimizer = optimizer
+        own = self.optimizer = optimizer_of(optimizer, "decoupled_momentum")
+        if own in _DECOUPLED:
+            raise ConfigError(
+                "this optimizer has decoupled momentum already; use its update() to rank again, or undo()"
+            )
+        expect(0 < delta < 1, "delta", delta, "a number between 0 and 1, such as 0.075")
+        expect(direction in (1, -1), "direction", direction, "1 (more for high GSNR) or -1 (more for low GSNR)")
+        if not 0 < bounds[0] < bounds[1] < 1:
+            raise ConfigError(f"bounds are {bounds!r}; expected two numbers between 0 and 1, the lower first")
+        if len(own.param_groups) < 2:
+            raise ConfigError(
+                f"the optimizer has {len(own.param_groups)} parameter group, and momentum belongs to a group; "
+                "make one for each layer with split_by_layer(optimizer, model) before you build a scheduler"
+            )
+        for index, group in enumerate(own.param_groups):
+            value = _momentum(group)
+            if not isinstance(value, float | int) or not 0 < value < 1:
+                raise ConfigError(
+                    f"group {index} of {type(own).__name__} has no momentum to shift "
+                    f"({_setting(group) or 'no setting'}); "
+                    "expected momentum, or the first of betas, as a number between 0 and 1"
+                )
         self.actions: list[Action] = []
         """What was done so far, oldest first."""
-        self._shift, self._bounds, self._sources = shift, bounds, sources
+        self._shift, self._bounds = direction * delta, bounds
+        self._sources = SAME_WEIGHTS if source is None else (source,)
         self._monitor = signal if isinstance(signal, Monitor) else None
-        self._before = [_setting(group) for group in self.optimizer.param_groups]
+        self._before = [_setting(group) for group in own.param_groups]
         self.update(None if isinstance(signal, Monitor) else signal)
-        _DECOUPLED.add(self.optimizer)
+        _DECOUPLED.add(own)
 
     @property
     def momentum(self) -> list[float]:
@@ -892,11 +852,10 @@ class DecoupledMomentum:
             raise ConfigError(f"the optimizer has {len(groups)} groups now and had {was}; undo and start anew")
         if values is not None and len(values) != was:
             raise ConfigError(f"got {len(values)} values of GSNR for {was} groups; expected one for each group")
-        step = self._monitor.step if self._monitor is not None else 0
         if values is None:
             signals, step = self._measured()
         else:
-            signals = np.array([(value, math.nan, math.nan) for value in values])
+            signals, step = np.array([(value, math.nan, math.nan) for value in values]), self._step
         labels = [_label(index, group) for index, group in enumerate(groups)]
         reason, before = _why_not(signals, labels), self.momentum
         if not reason:
@@ -919,19 +878,15 @@ class DecoupledMomentum:
         for group, setting in zip(self.optimizer.param_groups, self._before, strict=True):
             group.update(setting)
         _DECOUPLED.discard(self.optimizer)
-        step = self._monitor.step if self._monitor is not None else 0
-        self._add("momentum as it was before", before, {"momentum": self.momentum}, step, taken=True)
+        self._add("momentum as it was before", before, {"momentum": self.momentum}, self._step, taken=True)
+
+    @property
+    def _step(self) -> int:
+        return self._monitor.step if self._monitor is not None else 0
 
     def _add(self, reason: str, before: Any, after: dict[str, Any], step: int, *, taken: bool) -> None:
-        action = Action(
-            kind="momentum",
-            step=step,
-            finding="sparse_feature_noise",
-            taken=taken,
-            before={"momentum": before},
-            after=after,
-            reason=reason,
-        )
+        what: dict[str, Any] = {"kind": "momentum", "finding": "sparse_feature_noise", "taken": taken}
+        action = Action(step=step, before={"momentum": before}, after=after, reason=reason, **what)
         self.actions.append(action)
         if self._monitor is not None:
             self._monitor.record(action)
@@ -947,8 +902,7 @@ class DecoupledMomentum:
         ranks, table = self._monitor.ranks, self._monitor.recorder.table
         stored = [_newest(self._monitor, self._sources) if ranks is None or ranks.rank == 0 else None]
         if ranks is not None:  # only the first rank stores a run; its readings are of the tensors of all ranks
-            stored = [None] * ranks.world
-            mine = _newest(self._monitor, self._sources) if ranks.rank == 0 else None
+            mine, stored = stored[0], [None] * ranks.world
             dist.all_gather_object(stored, mine, group=ranks.device_group)
         if isinstance(stored[0], GradvitalsError):
             raise stored[0]
@@ -971,6 +925,7 @@ class DecoupledMomentum:
         return np.array(signals), step
 
 
+decoupled_momentum = DecoupledMomentum
 Newest = tuple[NDArray[np.float64], dict[str, NDArray[np.float64]], int]
 
 

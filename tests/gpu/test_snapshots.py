@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradvitals.guard import RollBack
 from gradvitals.guard.snapshot import SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -36,7 +37,7 @@ class Trained:
         subject = TrainingState(
             self.net, self.optimizer, schedulers=self.scheduler, scaler=self.scaler, data=(lambda: self.step, print)
         )
-        self.keeper = SnapshotManager(subject, every=4, settle=0, folder=folder)
+        self.keeper = SnapshotManager(subject, RollBack(mode="on", every=4, settle=0), folder=folder)
         self.step = 0
         self.busy = torch.randn(2048, 2048, device="cuda")
 

@@ -69,8 +69,8 @@ def run(
         if scheduler is not None:
             scheduler.step()
         if kill_after is not None and data.index >= kill_after:
-            assert guard._loop.snapshots is not None
-            guard._loop.snapshots.flush(30.0)  # the last snapshot is on disk: what is tested is what it holds
+            assert guard._manager is not None
+            guard._manager.flush(30.0)  # the last snapshot is on disk: what is tested is what it holds
             monitor.flush()
             os.kill(os.getpid(), signal.SIGKILL)
     monitor.close()

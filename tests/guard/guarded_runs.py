@@ -51,6 +51,14 @@ def adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(net.parameters(), lr=0.01, **options)]
 
 
+def train_step(monitor: gv.Monitor, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """What a loop does with a loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    monitor.observe(loss)
+    optimizer.step()
+
+
 def each_step(run: Run, count: int, loss: Tensor) -> None:
     """Tick all schedulers after every step."""
     for scheduler in run.schedulers:

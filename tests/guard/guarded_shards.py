@@ -1,4 +1,4 @@
-"""Four ranks under a Guard in every arrangement, and the same run in one process; run by test_guard_shards.py.
+"""Four ranks under a Guard in every arrangement, and the same run in one process; run by test_guard_ranks.py.
 
 python guarded_shards.py RANK FOLDER
 """

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from gradvitals.guard import RollBack
 from gradvitals.guard.snapshot import SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -29,7 +30,9 @@ class Trained:
         self.net = net
         self.optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=kind != "sharded")
         self.snapshots = SnapshotManager(
-            TrainingState(net, self.optimizer, data=(lambda: 0, print)), every=3, settle=1, folder=folder
+            TrainingState(net, self.optimizer, data=(lambda: 0, print)),
+            RollBack(mode="on", every=3, settle=1),
+            folder=folder,
         )
         self.step = 0
         torch.manual_seed(10 + (dist.get_rank() if dist.is_initialized() else 0))

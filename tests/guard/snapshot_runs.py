@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradvitals.guard import RollBack
 from gradvitals.guard.snapshot import SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -68,7 +69,9 @@ class Run:
         training_state = TrainingState(
             self.net, self.optimizers, schedulers=self.schedulers, scaler=scaler, data=self.data
         )
-        self.snapshots = SnapshotManager(training_state, every=every, settle=settle, keep=keep, folder=folder)
+        self.snapshots = SnapshotManager(
+            training_state, RollBack(mode="on", every=every, settle=settle, keep=keep), folder=folder
+        )
 
     def train(self, steps: int, *, snapshots: bool = False) -> None:
         for _ in range(steps):
@@ -101,6 +104,19 @@ class Run:
         plain["random"] = {**plain["random"], "torch": bits(plain["random"]["torch"])}
         plain["random"]["numpy"] = plain["random"]["numpy"]["state"]["key"].tobytes()
         return {"tensors": tensors, "plain": repr(plain)}
+
+
+def snapshots_of(net: nn.Module, folder: Path | None = None, *, settle: int = 0, keep: int = 2) -> SnapshotManager:
+    """Snapshots at every step of a model under plain gradient descent."""
+    state = TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    return SnapshotManager(state, RollBack(mode="on", every=1, settle=settle, keep=keep), folder)
+
+
+def take_healthy(snapshots: SnapshotManager, step: int) -> None:
+    """Take a snapshot that has settled at once."""
+    snapshots.take(step)
+    snapshots.complete()
+    snapshots.settle(step)
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -131,12 +131,6 @@ def test_gradients_of_any_precision_are_clipped_to_the_limit(dtypes: tuple[torch
     assert action.after["norm"] == pytest.approx(5.0, rel=tolerance)
 
 
-def test_each_tensor_is_clipped_on_its_own(tmp_path: Path) -> None:
-    left, guard = steps(Direct(), tmp_path / "run", [*QUIET, (300.0, 4.0)], Clip(method="tensor"))
-    assert left[30] == pytest.approx((3.15, 4.0), rel=1e-4)
-    assert [action.kind for action in guard.actions] == ["clip"]
-
-
 @pytest.mark.parametrize("method", ["quantile", "zscore"])
 def test_with_the_loops_own_clipping_no_more_than_that_is_left(method: str, tmp_path: Path) -> None:
     left, guard = steps(Direct(), tmp_path / "run", [*QUIET, (300.0, 400.0)], Clip(method=method), loop=clipped_to(2.0))  # type: ignore[arg-type]

@@ -27,9 +27,7 @@ def momenta(optimizer: torch.optim.Optimizer) -> list[float]:
 
 @pytest.mark.parametrize(("direction", "expected"), [(1, [0.825, 0.975, 0.9]), (-1, [0.975, 0.825, 0.9])])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_momentum_goes_by_rank_in_the_direction_asked_for_and_back(
-    kind: Any, direction: Any, expected: list[float]
-) -> None:
+def test_momentum_goes_by_rank_in_either_direction_and_back(kind: Any, direction: Any, expected: list[float]) -> None:
     options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {"betas": (0.9, 0.95)}
     optimizer = optimizer_of(kind, **options)
     before = [dict(group) for group in optimizer.param_groups]
@@ -69,7 +67,7 @@ def test_groups_keep_their_own_momentum_as_the_middle() -> None:
     delta=st.floats(0.001, 0.999),
     direction=st.sampled_from([1, -1]),
 )
-def test_momentum_stays_between_0_and_1_and_undo_is_exact(
+def test_momentum_stays_in_bounds_and_undo_is_exact(
     values: list[float], base: float, delta: float, direction: Any
 ) -> None:
     optimizer = optimizer_of(torch.optim.SGD, count=len(values), momentum=base)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from guarded_runs import Run
+from guarded_runs import Run, train_step
 
 import gradvitals as gv
 from gradvitals.errors import ConfigError, GradvitalsError
+from gradvitals.guard.policy import Clip, Response, RollBack, Skip
 
 
 @pytest.mark.parametrize(
@@ -99,11 +101,7 @@ def test_a_guard_that_is_given_to_watch(tmp_path: Path) -> None:
     assert (guard.step, guard.actions) == (0, [])
     with gv.watch(net, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True), guard=guard) as monitor:
         for value in (1.0, float("nan"), 1.0):
-            loss = net(torch.full((4, 2), value)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            monitor.observe(loss)
-            optimizer.step()
+            train_step(monitor, optimizer, net(torch.full((4, 2), value)).square().mean())
     assert (guard.step, [(action.kind, action.step) for action in guard.actions]) == (2, [("skip", 1)])
 
 
@@ -121,3 +119,27 @@ def test_what_snapshots_cannot_restore_is_printed_once(tmp_path: Path, capsys: p
     run.train(range(3)).close()
     assert capsys.readouterr().err.count("gradvitals: snapshots cannot restore") == 1
     assert guard.actions == []
+
+
+WRONG: dict[type[Response], dict[str, list[Any]]] = {
+    Clip: {
+        "mode": ["maybe"], "method": ["median"], "quantile": [1.0, math.nan, "0.9"], "window": [19, 20.0],
+        "z_threshold": [-1], "tensor_ratio": [math.nan], "first_steps": [1],
+    },
+    Skip: {
+        "mode": [True], "ratio": [1, math.inf, True], "max_streak": [0, 2.0], "max_recent": [0], "give_up": ["soon"],
+        "first_steps": [0],
+    },
+    RollBack: {
+        "budget": [-1], "lr_jump": [1], "moved": [math.nan], "grown": ["10"], "every": [0], "settle": [-1], "keep": [0],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("response", "name", "value"),
+    [(kind, name, value) for kind, wrong in WRONG.items() for name, values in wrong.items() for value in values],
+)
+def test_what_each_response_has_is_checked(response: type[Response], name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} of {response.__name__} is .*; expected "):
+        response(**{name: value})

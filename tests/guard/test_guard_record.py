@@ -107,9 +107,7 @@ def test_a_dry_run_says_what_it_would_do_once_in_a_while(tmp_path: Path, capsys:
     run.close()
 
 
-def test_nothing_is_printed_if_nothing_was_done_or_the_config_is_quiet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_printed_if_nothing_was_done_or_quiet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Run(tmp_path / "calm", ACT, config=gv.Config(diagnose=False)).train(range(3)).close()
     Run(tmp_path / "quiet", ACT, bad={1: "nan"}).train(range(3)).close()
     assert "the Guard" not in capsys.readouterr().err

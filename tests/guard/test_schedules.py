@@ -132,33 +132,33 @@ def play(
     return found
 
 
-def test_a_drop_with_a_level_loss_decays_after_three_averages_that_share_no_reading_with_the_best() -> None:
-    pace = pacing(sudden_drop=100.0)
-    found = play(pace, {0: 4.0, 300: 0.5}, LEVEL, until=600)
+DROP = {0: 4.0, 300: 0.5}
+DECLINE = {step: 4e4 / (step + 20) ** 2 for step in range(0, 2000, 10)}
+FADED, SUDDEN = [(320, "decay_due")], [(320, "sudden_gsnr_drop")]
+DECAYS: dict[str, tuple[dict[str, Any], dict[int, float], list[float], float, list[tuple[int, str]]]] = {
     # The best, with its lower end at 3.6, is of step 20, the first of equals; the drop shows at 300, 310 and 320.
-    assert [(step, d.kind, d.finding) for step, d in found] == [(320, "decay", "decay_due")]
-    assert found[0][1].before == pytest.approx({"factor": 1.0, "gsnr": 4.0, "gsnr_low": 3.6, "at": 20})
-    assert found[0][1].after["factor"] == pytest.approx(1 / 3)
-    assert found[0][1].after["gsnr_high"] == pytest.approx(0.55)
-    assert pace.factor == pytest.approx(1 / 3)
-
-
-@pytest.mark.parametrize("low", [1.0, 0.85])
-def test_a_smaller_drop_or_a_loss_that_falls_does_not_decay(low: float) -> None:
+    "a drop with a level loss": ({"sudden_drop": 100.0}, DROP, LEVEL, 0.1, FADED),
     # 3.6 / 4 is 0.9: an average of 0.85 reaches up to 0.935.
-    assert play(pacing(sudden_drop=100.0), {0: 4.0, 300: low}, LEVEL, until=600) == []
-    assert play(pacing(sudden_drop=100.0), {0: 4.0, 300: 0.5}, FALLING, until=600) == []
-
-
-def test_a_sudden_drop_decays_at_once_even_while_the_loss_falls() -> None:
-    found = play(pacing(drop=1e6), {0: 4.0, 300: 0.5}, FALLING, until=600)
+    "a smaller drop": ({"sudden_drop": 100.0}, {0: 4.0, 300: 0.85}, LEVEL, 0.1, []),
+    "a drop with a loss that falls": ({"sudden_drop": 100.0}, DROP, FALLING, 0.1, []),
     # Now over 280..300, before over 250..270: baseline = (260 / 290)² = 0.80, 3 × 0.55 = 1.65 < 3.6 × 0.80 = 2.9.
-    assert [(step, d.finding) for step, d in found] == [(320, "sudden_gsnr_drop")]
+    "a sudden drop with a loss that falls": ({"drop": 1e6}, DROP, FALLING, 0.1, SUDDEN),
+    "a decline with the length of the run": ({"drop": 1e6}, DECLINE, FALLING, 0.1, []),
+    "a drop in the warmup": ({"warmup_steps": 250, "plateau": False}, {0: 4.0, 200: 0.5}, LEVEL, 0.1, []),
+    "a drop from a doubtful signal": ({"plateau": False}, DROP, LEVEL, 0.6, []),
+}
 
 
-def test_a_decline_with_the_length_of_the_run_is_not_sudden() -> None:
-    values = {step: 4e4 / (step + 20) ** 2 for step in range(0, 2000, 10)}
-    assert play(pacing(drop=1e6), values, FALLING, until=2000) == []
+@pytest.mark.parametrize(("settings", "values", "losses", "half", "expected"), DECAYS.values(), ids=DECAYS)
+def test_it_decays_after(settings: Any, values: Any, losses: list[float], half: float, expected: Any) -> None:
+    pace = pacing(**settings)
+    found = play(pace, values, losses, until=600 if values is not DECLINE else 2000, half=half)
+    assert [(step, action.finding) for step, action in found] == expected
+    assert pace.factor == pytest.approx(1 / 3 if expected else 1.0)
+    if expected == FADED:
+        assert found[0][1].before == pytest.approx({"factor": 1.0, "gsnr": 4.0, "gsnr_low": 3.6, "at": 20})
+        assert found[0][1].after["factor"] == pytest.approx(1 / 3)
+        assert found[0][1].after["gsnr_high"] == pytest.approx(0.55)
 
 
 def test_decays_keep_the_cooldown_and_end_at_the_smallest_factor() -> None:
@@ -177,11 +177,6 @@ def test_after_a_decay_only_what_was_read_after_it_counts() -> None:
     assert pace._state.best["step"] > 320
 
 
-def test_no_decay_in_the_warmup_and_what_was_read_in_it_is_no_reference() -> None:
-    pace = pacing(warmup_steps=250, plateau=False)
-    assert play(pace, {0: 4.0, 200: 0.5}, LEVEL, until=600) == []
-
-
 @pytest.mark.parametrize(("source", "size"), [("microbatch", 2.0), ("adam", 8.0)])
 def test_values_of_another_batch_size_or_source_are_never_compared(source: str, size: float) -> None:
     pace = pacing(plateau=False)
@@ -190,36 +185,18 @@ def test_values_of_another_batch_size_or_source_are_never_compared(source: str, 
         assert take(pace, average(step, 0.5, 0.05, begins=step - 20, batch_size=size), source) == []
 
 
-def test_a_doubtful_signal_is_no_reference() -> None:
-    pace = pacing(plateau=False)
-    assert play(pace, {0: 4.0, 300: 0.5}, LEVEL, until=600, half=0.6) == []
+WRONG: dict[str, list[Any]] = {
+    "warmup_steps": [-1], "warmup_start": [0.0], "max_extension": [-1], "near_zero": [0.0], "decay": [0.0, 1.5],
+    "drop": [1.0], "sudden_drop": [0.5], "readings": [1], "in_a_row": [0], "cooldown": [-1], "min_factor": [0.0],
+    "source": ["window"], "look_every": [0], "lag": [-1],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"warmup_steps": -1},
-        {"warmup_start": 0.0},
-        {"max_extension": -1},
-        {"near_zero": 0.0},
-        {"decay": 0.0},
-        {"decay": 1.5},
-        {"drop": 1.0},
-        {"sudden_drop": 0.5},
-        {"readings": 1},
-        {"in_a_row": 0},
-        {"cooldown": -1},
-        {"min_factor": 0.0},
-        {"source": "window"},
-        {"look_every": 0},
-        {"lag": -1},
-    ],
-)
-def test_a_wrong_setting_is_reported_when_it_is_given(wrong: dict[str, Any]) -> None:
-    _, optimizer = tiny()
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_wrong_setting_is_reported_when_it_is_given(name: str, value: Any) -> None:
     monitor: Any = SyntheticMonitor()
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        GSNRScheduler(monitor, optimizer, **wrong)
+    with pytest.raises(ConfigError, match=name):
+        GSNRScheduler(monitor, tiny()[1], **{name: value})
     assert not monitor.readers  # and nothing was touched
 
 
@@ -320,7 +297,7 @@ def test_the_synthetic_run_extends_resumes_and_decays() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(delays=st.lists(st.booleans(), min_size=120, max_size=120), save_at=st.none() | st.integers(0, 119))
-def test_what_is_decided_does_not_depend_on_when_readings_arrive_nor_on_a_save(
+def test_decisions_depend_neither_on_when_readings_arrive_nor_on_a_save(
     delays: list[bool], save_at: int | None
 ) -> None:
     assert made_up_run(delays, save_at=save_at) == AT_ONCE
@@ -497,7 +474,7 @@ def test_a_real_signal_that_is_lost_lowers_the_rate_once(tmp_path: Path) -> None
     assert pace.factor == pytest.approx(1 / 3)
 
 
-def test_without_micro_batches_the_rate_stays_with_the_schedule_and_it_is_printed_once(
+def test_without_micro_batches_the_rate_stays_and_that_is_printed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, optimizer = tiny()
@@ -580,14 +557,5 @@ def test_the_loops_in_the_docs_run(block: str, tmp_path: Path, monkeypatch: pyte
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     inputs = iter(lambda: torch.randn(8, 4), None)
     batches = ((x, x.sum(1, keepdim=True) + torch.randn(8, 1)) for x in inputs)
-    exec(
-        compile(block, "docs/schedules.md", "exec"),
-        {
-            "torch": torch,
-            "model": model,
-            "optimizer": optimizer,
-            "batches": batches,
-            "loss_fn": nn.functional.mse_loss,
-            "steps": 60,
-        },
-    )
+    given = {"model": model, "optimizer": optimizer, "batches": batches, "loss_fn": nn.functional.mse_loss, "steps": 60}
+    exec(compile(block, "docs/schedules.md", "exec"), given)

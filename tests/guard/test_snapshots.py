@@ -6,42 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from snapshot_runs import Run, bits, seed_all
+from guarded_kinds import HOST, SCHEDULERS
+from guarded_runs import adamw
+from snapshot_runs import Run, bits, seed_all, snapshots_of, take_healthy
 from torch import nn
-from torch.optim import lr_scheduler
 
 import gradvitals.optim as gvo
+from gradvitals.guard import RollBack
 from gradvitals.guard.snapshot import Restored, SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
-
-def adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
-    return [torch.optim.AdamW(net.parameters(), lr=0.01, **options)]
-
-
-OPTIMIZERS = {
-    "momentum": lambda net: [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)],
-    "adamw": adamw,
-    "fused": lambda net: adamw(net, fused=True),
-    "tensor_lr": lambda net: [torch.optim.Adam(net.parameters(), lr=torch.tensor(0.01), foreach=False)],
+OPTIMIZERS = {name: make for name, make in HOST.items() if name != "two"} | {
     "nadam": lambda net: [torch.optim.NAdam(net.parameters())],
     "adafactor": lambda net: [torch.optim.Adafactor(net.parameters())],
     "vr_lamb": lambda net: [gvo.VRLAMB(net.parameters(), lr=0.01)],
     "two": lambda net: [
         torch.optim.SGD(net[0].parameters(), lr=0.05, momentum=0.9),
         torch.optim.AdamW([{"params": net[3].parameters(), "lr": 0.1}, {"params": net[4].parameters()}]),
-    ],
-}
-SCHEDULERS = {
-    "one_cycle": lambda all: [lr_scheduler.OneCycleLR(one, 0.1, total_steps=40) for one in all],
-    "cosine": lambda all: [lr_scheduler.CosineAnnealingLR(one, 20) for one in all],
-    "plateau": lambda all: [lr_scheduler.ReduceLROnPlateau(one, patience=1) for one in all],
-    "multi_step": lambda all: [lr_scheduler.MultiStepLR(one, [3, 6, 9]) for one in all],
-    "sequence": lambda all: [
-        lr_scheduler.SequentialLR(
-            one, [lr_scheduler.LinearLR(one, total_iters=6), lr_scheduler.CosineAnnealingLR(one, 20)], [6]
-        )
-        for one in all
     ],
 }
 
@@ -68,16 +49,16 @@ def test_the_same_again_with_any_optimizer(optimizers: Any) -> None:
     back_and_on_again(Run(optimizers, parts=6))
 
 
-@pytest.mark.parametrize("schedulers", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_the_same_again_with_any_scheduler(schedulers: Any) -> None:
-    back_and_on_again(Run(OPTIMIZERS["two"], schedulers))
-    back_and_on_again(Run(adamw, schedulers))
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_the_same_again_with_any_scheduler(make: Any) -> None:
+    for optimizers in (OPTIMIZERS["two"], adamw):
+        back_and_on_again(Run(optimizers, lambda all: [make(one) for one in all]))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of")  # the first steps of a scaler are skipped
 def test_the_same_again_with_a_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-    run = Run(adamw, SCHEDULERS["cosine"], scaler=scaler)
+    run = Run(adamw, lambda all: [SCHEDULERS["cosine"](one) for one in all], scaler=scaler)
     back_and_on_again(run)
     run.snapshots.restore()
     run.snapshots.take(99)
@@ -150,12 +131,10 @@ def test_nested_state_and_state_of_no_parameter() -> None:
         loss.backward()
         return loss
 
-    snapshots = SnapshotManager(TrainingState(net, optimizer), every=1, settle=0)
+    snapshots = SnapshotManager(TrainingState(net, optimizer), RollBack(mode="on", every=1, settle=0))
     optimizer.step(closure)
     optimizer.state["shared"] = (torch.ones(2), [3, "x"])
-    snapshots.take(1)
-    snapshots.complete()
-    snapshots.settle(1)
+    take_healthy(snapshots, 1)
     optimizer.step(closure)
     first = bits(net.weight)
     optimizer.state["shared"][0].zero_()
@@ -177,7 +156,7 @@ def test_payloads_of_nan_and_odd_memory_are_copied_verbatim() -> None:
     net.register_buffer("sliced", torch.arange(12).view(3, 4)[:, ::2])
     tensors = [*net.parameters(), *net.buffers()]
     before = [bits(tensor) for tensor in tensors]
-    snapshots = SnapshotManager(TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0)), every=1, settle=0)
+    snapshots = snapshots_of(net)
     snapshots.take(1)
     snapshots.complete()
     with torch.no_grad():
@@ -203,7 +182,7 @@ def test_extra_state_of_modules() -> None:
             self.count = state["count"]
 
     net = nn.Sequential(Counting(2, 2))
-    snapshots = SnapshotManager(TrainingState(net, torch.optim.SGD(net.parameters(), lr=1.0)), every=1, settle=0)
+    snapshots = snapshots_of(net)
     snapshots.take(1)
     net[0].count = 9
     snapshots.settle(1)
@@ -221,11 +200,12 @@ def test_only_healthy_ones_are_gone_back_to_and_bad_ones_never_replace_them() ->
     assert run.snapshots.restore() is None
     assert run.snapshots.newest() is None
     run.train(4, snapshots=True)
-    assert run.snapshots.settle(17) == []
-    assert run.snapshots.settle(18) == [12]
+    run.snapshots.settle(17)
+    assert run.snapshots.newest() is None
+    run.snapshots.settle(18)
     assert run.snapshots.newest().step == 12
     run.train(5, snapshots=True)
-    assert run.snapshots.spoil() == [16]
+    run.snapshots.spoil()
     assert run.snapshots.newest().step == 12
     assert run.snapshots.restore() == kept_at(12)
     assert not run.snapshots.due(15)
@@ -237,10 +217,8 @@ def test_only_healthy_ones_are_gone_back_to_and_bad_ones_never_replace_them() ->
 
 def test_a_model_that_has_changed_is_left_alone() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
-    snapshots = SnapshotManager(TrainingState(net, torch.optim.SGD(net.parameters())), every=1, settle=0)
-    snapshots.take(1)
-    snapshots.complete()
-    snapshots.settle(1)
+    snapshots = snapshots_of(net)
+    take_healthy(snapshots, 1)
     net.append(nn.Linear(2, 2))
     before = bits(net[0].weight)
     with torch.no_grad():
@@ -251,3 +229,47 @@ def test_a_model_that_has_changed_is_left_alone() -> None:
     assert "the snapshot of step 1 does not fit" in problem
     assert "parameter/1.weight" in problem
     assert before != bits(net[0].weight) == after
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Linear(2, 2)
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def test_without_data_it_says_so() -> None:
+    net, optimizer = parts()
+    (sentence,) = TrainingState(net, optimizer).cannot_restore
+    assert sentence.startswith("the data position: pass data=")
+    assert TrainingState(net, optimizer, data=(lambda: 1, print)).cannot_restore == []
+
+
+def test_parameters_without_values_are_refused() -> None:
+    net = nn.Linear(2, 2, device="meta")
+    with pytest.raises(ValueError, match="parameter weight is on the meta device"):
+        TrainingState(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def test_names_do_not_depend_on_torch_compile_and_cover_what_only_an_optimizer_knows() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    plain = TrainingState(net, torch.optim.SGD(net.parameters())).parts()
+    net[0] = torch.compile(net[0], backend="eager")
+    alone = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*net.parameters(), alone])
+    training_state = TrainingState(torch.compile(net, backend="eager"), optimizer)
+    assert set(plain["parameter groups"][0]) < set(training_state.parts()["parameter groups"][0])
+    snapshots = SnapshotManager(training_state, RollBack(mode="on", every=1, settle=0))
+    take_healthy(snapshots, 1)
+    with torch.no_grad():
+        alone.zero_()
+    snapshots.restore()
+    assert alone.tolist() == [1, 1, 1]
+
+
+def test_an_optimizer_that_keeps_more_than_its_state_is_named() -> None:
+    class Odd(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return super().state_dict() | {"secret": 1}
+
+    net, _ = parts()
+    sentences = TrainingState(net, Odd(net.parameters(), lr=0.1)).cannot_restore
+    assert "what Odd keeps outside its state and groups: secret" in sentences

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import warm_python
-from snapshot_runs import Position, Run, bits, seed_all
+from snapshot_runs import Position, Run, bits, seed_all, snapshots_of
 from torch import nn
 from torch.optim import lr_scheduler
 
-from gradvitals.guard import snapshot
+from gradvitals.guard import RollBack, snapshot
 from gradvitals.guard.snapshot import SnapshotError, SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -77,7 +77,7 @@ def test_the_folder_follows_the_ring(tmp_path: Path) -> None:
     run.train(2, snapshots=True)
     run.snapshots.flush()
     assert kept_steps(tmp_path) == {4: "healthy", 8: "healthy", 12: "pending"}
-    assert run.snapshots.spoil() == [12]
+    run.snapshots.spoil()
     assert kept_steps(tmp_path) == {4: "healthy", 8: "healthy"}  # at once, not in a while
     assert run.snapshots.restore().step == 8
     run.step = 8
@@ -93,12 +93,14 @@ def test_the_folder_follows_the_ring(tmp_path: Path) -> None:
 # -- killed -----------------------------------------------------------------------------------------------------
 
 KILLS = 8
+PACE = RollBack(mode="on", every=2, settle=0)
 
 WRITERS = """
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from torch import nn
+from gradvitals.guard import RollBack
 from gradvitals.guard.snapshot import SnapshotManager
 from gradvitals.guard.training_state import TrainingState
 
@@ -107,7 +109,7 @@ def write(pipe):
     \"\"\"Check what was resumed from, then write without a pause, and tell of each step when it is on disk.\"\"\"
     net = nn.Sequential(*[nn.Linear(300, 300) for _ in range(8)])
     state = TrainingState(net, torch.optim.SGD(net.parameters()))
-    snapshots = SnapshotManager(state, every=1, settle=2, folder=Path(sys.argv[1]))
+    snapshots = SnapshotManager(state, RollBack(mode="on", every=1, settle=2), folder=Path(sys.argv[1]))
     restored = snapshots.resume()
     step = restored.step if restored else 0
     if restored:
@@ -196,8 +198,7 @@ def test_a_folder_that_is_gone_is_reported_once_and_tried_again(tmp_path: Path) 
 
 def test_a_full_disk_leaves_the_snapshot_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Linear(3, 3)
-    training_state = TrainingState(net, torch.optim.SGD(net.parameters()))
-    snapshots = SnapshotManager(training_state, every=1, settle=1, folder=tmp_path)
+    snapshots = snapshots_of(net, tmp_path, settle=1)
     snapshots.take(1)
     snapshots.flush()
 
@@ -231,9 +232,7 @@ def test_a_slow_disk_skips_and_never_mixes(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(snapshot, "save_tensors", slow)
     net = nn.Linear(3, 3)
-    snapshots = SnapshotManager(
-        TrainingState(net, torch.optim.SGD(net.parameters())), every=1, settle=1, keep=1, folder=tmp_path
-    )
+    snapshots = snapshots_of(net, tmp_path, settle=1, keep=1)
     for step in range(1, 10):
         snapshots.settle(step)
         with torch.no_grad():
@@ -252,7 +251,7 @@ def test_a_slow_disk_skips_and_never_mixes(tmp_path: Path, monkeypatch: pytest.M
         alone = tmp_path.with_name(f"alone-{path.name}")
         shutil.copytree(path, alone / path.name)
         one = nn.Linear(3, 3)
-        other = SnapshotManager(TrainingState(one, torch.optim.SGD(one.parameters())), every=1, settle=1, folder=alone)
+        other = snapshots_of(one, alone, settle=1)
         restored = other.resume()
         assert restored is not None
         assert set(one.weight.flatten().tolist()) == {float(restored.step)}
@@ -261,9 +260,7 @@ def test_a_slow_disk_skips_and_never_mixes(tmp_path: Path, monkeypatch: pytest.M
 
 def test_spoiled_while_being_written_never_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Linear(3, 3)
-    snapshots = SnapshotManager(
-        TrainingState(net, torch.optim.SGD(net.parameters())), every=1, settle=1, folder=tmp_path
-    )
+    snapshots = snapshots_of(net, tmp_path, settle=1)
     write = snapshot.save_tensors
 
     def spoil_amid(*arguments: Any) -> None:
@@ -326,7 +323,7 @@ MISFITS = {
 def test_what_does_not_fit_is_printed_and_nothing_is_touched(written: Path, case: Any) -> None:
     make, words = case
     one = make()
-    snapshots = SnapshotManager(one, every=2, settle=0, folder=written)
+    snapshots = SnapshotManager(one, PACE, written)
     before = [bits(tensor) for tensor in one.read()[1].values()]
     with pytest.raises(SnapshotError, match=words):
         snapshots.resume()
@@ -337,7 +334,7 @@ def test_what_does_not_fit_is_printed_and_nothing_is_touched(written: Path, case
 def test_a_damaged_file_is_an_error_that_names_it(written: Path) -> None:
     (data,) = written.glob("snapshot-*/*.distcp")
     data.write_bytes(data.read_bytes()[:100])
-    snapshots = SnapshotManager(training_state(), every=2, settle=0, folder=written)
+    snapshots = SnapshotManager(training_state(), PACE, written)
     with pytest.raises(SnapshotError, match=r"snapshot-00000001 cannot be read .* remove it"):
         snapshots.resume()
     snapshots.close()
@@ -351,4 +348,4 @@ def test_snapshots_of_another_kind_are_refused(written: Path, meta: str, words: 
     (path,) = written.glob("snapshot-*/meta.json")
     path.write_text(meta)
     with pytest.raises(SnapshotError, match=words):
-        SnapshotManager(training_state(), every=2, settle=0, folder=written)
+        SnapshotManager(training_state(), PACE, written)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,93 +59,50 @@ class TwoHeads(nn.Module):
         return self.heads[int(second)](torch.tanh(self.trunk(x)))
 
 
-def momentum(params: Any, lr: float = 0.05, **vr: Any) -> torch.optim.Optimizer:
-    return gv.optim.VRSGD(params, lr=lr, momentum=0.9, **vr)
-
-
-def adamw(params: Any, **vr: Any) -> torch.optim.Optimizer:
-    return gv.optim.VRAdamW(params, lr=0.02, **vr)
-
-
-def lamb(params: Any, **vr: Any) -> torch.optim.Optimizer:
-    return gv.optim.VRLAMB(params, lr=0.02, weight_decay=0.1, **vr)
-
-
-def lars(params: Any, **vr: Any) -> torch.optim.Optimizer:
-    return gv.optim.VRLARS(params, lr=2.0, weight_decay=0.1, **vr)
+momentum = partial(gv.optim.VRSGD, lr=0.05, momentum=0.9)
+adamw = partial(gv.optim.VRAdamW, lr=0.02)
+lamb = partial(gv.optim.VRLAMB, lr=0.02, weight_decay=0.1)
+lars = partial(gv.optim.VRLARS, lr=2.0, weight_decay=0.1)
 
 
 def wrapped(params: Any, **vr: Any) -> torch.optim.Optimizer:
     return gv.optim.VRGD(torch.optim.RMSprop(params, lr=0.01), **vr)
 
 
-def always(step: int, part: int) -> bool:
-    return True
-
-
-def not_on_the_first(step: int, part: int) -> bool:
-    return part != 0
-
-
-def on_the_last_only(step: int, part: int) -> bool:
-    return part == 7
-
-
-def not_in_step_two(step: int, part: int) -> bool:
-    return step != 2
-
-
-def on_the_second_of_two(step: int, part: int) -> bool:
-    return part % 2 == 1
+SIDES: dict[str, Callable[[int, int], bool]] = {
+    "always": lambda step, part: True,
+    "not on the first": lambda step, part: part != 0,
+    "on the last only": lambda step, part: part == 7,
+    "not in step two": lambda step, part: step != 2,
+    "on the second of two": lambda step, part: part % 2 == 1,
+}
+"""In which steps and parts a branch takes part."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way to spread micro-batches over ranks.
-
-    Attributes:
-        ranks: How many of the four take part.
-        micro: Micro-batches of each, all but the last under no_sync.
-        make: The optimizer.
-        vr: Its settings.
-        ddp: Arguments of DistributedDataParallel.
-        dtype: Of the parameters.
-        tolerance: Relative to how far the weights moved.
-        net: The model.
-        side: Whether a part of a step goes through the branch.
-        hook: The user's own communication hook.
-        set_to_none: Passed to zero_grad.
-        clip: Largest norm of the gradient.
-        scaler: Whether the loss is scaled.
-        give_up: Whether each step begins with a backward that zero_grad throws away.
-        skip: Micro-batches of a step before each step that is computed to the end, then zeroed by the model alone.
-        wrap_first: Whether the model is wrapped before there is an optimizer.
-        frozen: Whether a tensor needs no gradient.
-        transposed: Whether a weight's rows are not next to each other in memory.
-        identical: Whether every rank and micro-batch sees the same samples.
-        units: What the loss is multiplied by, and the learning rate divided by.
-    """
+    """One way to spread micro-batches over ranks."""
 
     ranks: int = WORLD
-    micro: int = 2
+    micro: int = 2  # micro-batches of each rank, all but the last under no_sync
     make: Callable[..., torch.optim.Optimizer] = adamw
     vr: dict[str, Any] = field(default_factory=dict)
     ddp: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.float64
-    tolerance: float = 1e-9
+    tolerance: float = 1e-9  # relative to how far the weights moved
     net: Callable[[], nn.Module] = Net
-    side: Callable[[int, int], bool] = always
-    hook: Any = None
+    side: str = "always"  # one of SIDES
+    hook: Any = None  # the user's own communication hook
     set_to_none: bool = True
     clip: float | None = None
     scaler: bool = False
-    give_up: bool = False
-    skip: int = 0
-    wrap_first: bool = False
+    give_up: bool = False  # each step begins with a backward that zero_grad throws away
+    skip: int = 0  # micro-batches of a step before each step that is computed to the end, then zeroed by the model
+    wrap_first: bool = False  # the model is wrapped before there is an optimizer
     frozen: bool = False
-    transposed: bool = False
-    identical: bool = False
-    units: float = 1.0
+    transposed: bool = False  # a weight's rows are not next to each other in memory
+    identical: bool = False  # every rank and micro-batch sees the same samples
+    units: float = 1.0  # what the loss is multiplied by, and the learning rate divided by
 
     @property
     def options(self) -> dict[str, Any]:
@@ -171,11 +129,11 @@ SCENARIOS: dict[str, Scenario] = {
     "small buckets": Scenario(ddp=SMALL),
     "small buckets and views": Scenario(ddp=SMALL | VIEWS, make=momentum),
     "static graph": Scenario(micro=1, ddp=SMALL | {"static_graph": True}),
-    "a branch unused on one rank": Scenario(micro=1, make=momentum, ddp=UNUSED, side=not_on_the_first),
-    "a branch unused in one part": Scenario(ddp=UNUSED | SMALL, side=not_on_the_first),
-    "a branch used in one part": Scenario(ddp=UNUSED | SMALL, side=on_the_last_only),
-    "a branch used in one part, views": Scenario(ddp=UNUSED | VIEWS, side=on_the_last_only),
-    "a branch unused everywhere": Scenario(ddp=UNUSED, side=not_in_step_two),
+    "a branch unused on one rank": Scenario(micro=1, make=momentum, ddp=UNUSED, side="not on the first"),
+    "a branch unused in one part": Scenario(ddp=UNUSED | SMALL, side="not on the first"),
+    "a branch used in one part": Scenario(ddp=UNUSED | SMALL, side="on the last only"),
+    "a branch used in one part, views": Scenario(ddp=UNUSED | VIEWS, side="on the last only"),
+    "a branch unused everywhere": Scenario(ddp=UNUSED, side="not in step two"),
     "transposed": Scenario(transposed=True, make=momentum),
     "identical ranks": Scenario(identical=True, make=momentum),
     "wiener": Scenario(make=momentum, vr=WIENER),
@@ -193,12 +151,12 @@ SCENARIOS: dict[str, Scenario] = {
     "skipped, views and small buckets": Scenario(skip=2, make=momentum, ddp=VIEWS | SMALL),
     "skipped, wiener": Scenario(skip=2, make=momentum, vr=WIENER),
     "skipped, fewer micro-batches": Scenario(skip=1, make=momentum),
-    "skipped, a branch unused after": Scenario(skip=2, make=momentum, ddp=UNUSED | SMALL, side=not_in_step_two),
-    "two heads": Scenario(net=TwoHeads, make=momentum, ddp=UNUSED | SMALL, side=on_the_second_of_two),
+    "skipped, a branch unused after": Scenario(skip=2, make=momentum, ddp=UNUSED | SMALL, side="not in step two"),
+    "two heads": Scenario(net=TwoHeads, make=momentum, ddp=UNUSED | SMALL, side="on the second of two"),
     "two heads on 2 ranks": Scenario(
-        ranks=2, net=TwoHeads, make=momentum, ddp=UNUSED | SMALL | VIEWS, side=on_the_second_of_two
+        ranks=2, net=TwoHeads, make=momentum, ddp=UNUSED | SMALL | VIEWS, side="on the second of two"
     ),
-    "two heads, wiener": Scenario(net=TwoHeads, vr=WIENER, ddp=UNUSED | SMALL, side=on_the_second_of_two),
+    "two heads, wiener": Scenario(net=TwoHeads, vr=WIENER, ddp=UNUSED | SMALL, side="on the second of two"),
     "frozen": Scenario(frozen=True),
     "float16 parameters": Scenario(dtype=torch.float16, tolerance=0.05, make=momentum, units=1e-3),
     "bfloat16 parameters": Scenario(dtype=torch.bfloat16, tolerance=0.2, make=momentum),
@@ -229,7 +187,7 @@ def loss_of(model: nn.Module, scenario: Scenario, step: int, part: int) -> Tenso
     generator = torch.Generator().manual_seed(1000 * step + (0 if scenario.identical else part))
     x = torch.randn(3, 6, generator=generator, dtype=torch.float64).to(scenario.dtype)
     y = torch.stack([x.sum(1), x[:, 0] - x[:, 1], x[:, 2]], dim=1)
-    return (model(x, scenario.side(step, part)) - y).square().mean() * scenario.units
+    return (model(x, SIDES[scenario.side](step, part)) - y).square().mean() * scenario.units
 
 
 def accumulate(model: nn.Module, scenario: Scenario, step: int, first: int, count: int, scaler: Any) -> None:
@@ -400,14 +358,7 @@ def not_a_ddp_model(rank: int, group: Any) -> None:
 
 MISTAKES = {
     f.__name__: f
-    for f in (
-        forgotten,
-        wrong_number,
-        no_sync_forgotten,
-        no_sync_forgotten_later,
-        averaged_twice,
-        not_a_ddp_model,
-    )
+    for f in (forgotten, wrong_number, no_sync_forgotten, no_sync_forgotten_later, averaged_twice, not_a_ddp_model)
 }
 
 

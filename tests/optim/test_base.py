@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from feeding import (
@@ -69,19 +68,6 @@ def test_identical_parts_in_16_bits_are_no_noise(dtype: torch.dtype, k: int) -> 
     assert (factors_of_one_step([part] * k, dtype=dtype)[0] == 1).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_constant_element_does_not_determine_its_tensors_factors(dtype: torch.dtype) -> None:
-    """Rounding of a variance of 0 must not become an r that dwarfs all others."""
-    parts = gradients(1, 7, [(20,)])[0]
-    for (c,) in parts:
-        c[3] = 0.1
-        c[5] = -1e4 / 3
-    got = factors_of_one_step(parts, dtype=dtype)[0]
-    others = [[np.delete(c, [3, 5])] for (c,) in parts]
-    np.testing.assert_allclose(np.delete(got, [3, 5]), factors_of_one_step(others, dtype=dtype)[0], rtol=1e-5)
-    assert got[3] == got[5] == 1
-
-
 def test_wrapper_works_with_other_optimizers() -> None:
     for kind in (torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Adamax, torch.optim.RMSprop):
         base, reduced = (parameters(starting_weights(), torch.float32) for _ in range(2))
@@ -126,13 +112,9 @@ def growing(rule: str, *, same_noise: bool) -> tuple[list[nn.Parameter], list[nn
 
 
 @pytest.mark.parametrize("rule", ["adam", "adamw", "lamb"])
-def test_constant_paper_factor_equals_adam(rule: str) -> None:
+def test_only_a_paper_factor_that_changes_differs_from_adam(rule: str) -> None:
     for one, other in zip(*growing(rule, same_noise=True), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize("rule", ["adam", "adamw", "lamb"])
-def test_changing_factor_differs_from_adam(rule: str) -> None:
     plain, reduced = growing(rule, same_noise=False)
     assert (plain[0] - reduced[0]).abs().max() > 1e-3
 

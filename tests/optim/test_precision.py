@@ -152,9 +152,7 @@ def test_moments_dtype_for_one_group() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("only_one", [False, True])
-def test_model_changes_dtype_during_training(
-    before: torch.dtype, after: torch.dtype, rtol: float, only_one: bool, scale: str
-) -> None:
+def test_model_changes_dtype(before: torch.dtype, after: torch.dtype, rtol: float, only_one: bool, scale: str) -> None:
     """Deviations have the precision of the parameter's current dtype."""
     model = nn.ParameterList(parameters(starting_weights(), before))
     optimizer = build("sgd", model.parameters(), lr=0.1, scale=scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -95,35 +96,24 @@ def test_factors_keep_their_precision() -> None:
     assert torch.equal(after, before)
 
 
+@pytest.mark.parametrize("way", ["from the base", "from the base, wrapped", "to the base"])
 @pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "lamb", "lars"])
-@pytest.mark.parametrize("wrap", [False, True])
-def test_loads_the_base_optimizers_state(rule: str, wrap: bool) -> None:
-    """A run that began with the base: its moments are taken over, and with gamma = 1 nothing changes."""
+def test_state_is_exchanged_with_the_base_optimizer(rule: str, way: str) -> None:
+    """Its moments are taken over, and with gamma = 1 nothing changes."""
     extra = {"momentum": 0.9} if rule == "sgd" else {}
+    reduced = partial(build, rule, wrap="wrapped" in way, gamma=1.0, **extra)
+    base = partial(BASES[rule], **extra)
+    make, make_other = (reduced, base) if way == "to the base" else (base, reduced)
     params = parameters(starting_weights(), torch.float32)
-    base = BASES[rule](params, lr=0.02, **extra)
-    train(base, params, STEPS[:4])
+    optimizer = make(params, lr=0.02)
+    train(optimizer, params, STEPS[:4])
     others = [nn.Parameter(p.detach().clone()) for p in params]
-    reduced = build(rule, others, wrap=wrap, lr=0.5, gamma=1.0, **extra)
-    reduced.load_state_dict(through_a_file(base.state_dict()))
-    assert reduced.param_groups[0]["lr"] == 0.02
-    assert reduced.param_groups[0]["gamma"] == 1.0
-    train(base, params, STEPS[4:])
-    train(reduced, others, STEPS[4:])
-    assert same(params, others)
-
-
-@pytest.mark.parametrize("rule", ["sgd", "adam", "adamw", "lamb", "lars"])
-def test_base_optimizer_loads_the_state(rule: str) -> None:
-    extra = {"momentum": 0.9} if rule == "sgd" else {}
-    params = parameters(starting_weights(), torch.float32)
-    reduced = build(rule, params, lr=0.02, gamma=1.0, **extra)
-    train(reduced, params, STEPS[:4])
-    others = [nn.Parameter(p.detach().clone()) for p in params]
-    base = BASES[rule](others, lr=0.5, **extra)
-    base.load_state_dict(through_a_file(reduced.state_dict()))
-    train(reduced, params, STEPS[4:])
-    train(base, others, STEPS[4:])
+    other = make_other(others, lr=0.5)
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert other.param_groups[0]["lr"] == 0.02
+    assert other.param_groups[0].get("gamma", 1.0) == 1.0
+    train(optimizer, params, STEPS[4:])
+    train(other, others, STEPS[4:])
     assert same(params, others)
 
 

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import click
@@ -15,6 +16,12 @@ from gradvitals.cli.output import console, json_option, print_json
 WORKLOADS = ("mlp", "cnn", "gpt", "gpt-124m", "gpt-1.3b")
 VARIANTS = ("bare", "bare again", "watch", "run", "every step", "gv.optim.AdamW", "norm loop", "histograms")
 """Both as in `gradvitals.bench`, which imports torch."""
+
+DEVICES, COUNT = click.Choice(["auto", "cpu", "cuda"]), click.IntRange(min=1)
+WORKLOAD_HELP = "Model to train. Repeatable.  [default: all that suit the device]"
+VARIANT_HELP = f"What to time besides bare steps: {', '.join(VARIANTS[1:])}. Repeatable.  [default: all]"
+MEMORY_HELP = "Let the C library keep freed memory, so page faults do not blur the times."
+_option = partial(click.option, show_default=True)
 
 
 @click.group()
@@ -28,60 +35,17 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
-    default="auto",
-    show_default=True,
-    help="Where to run; auto uses a GPU if there is one.",
-)
-@click.option(
-    "--workload",
-    "workloads",
-    type=click.Choice(WORKLOADS),
-    multiple=True,
-    help="Model to train. Repeatable.  [default: all that suit the device]",
-)
-@click.option(
-    "--variant",
-    "variants",
-    type=click.Choice(VARIANTS),
-    multiple=True,
-    metavar="VARIANT",
-    help=f"What to time besides bare steps: {', '.join(VARIANTS[1:])}. Repeatable.  [default: all]",
-)
-@click.option("--compile", "compiled", is_flag=True, help="Time compiled models too.")
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=200, show_default=True, help="Timed steps per variant and round."
-)
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=6,
-    show_default=True,
-    help="Rounds, each with new processes; an interval needs at least six.",
-)
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads per process.  [default: torch's]")
-@click.option(
-    "--keep-memory/--no-keep-memory",
-    default=True,
-    show_default=True,
-    help="Let the C library keep freed memory, so page faults do not blur the times.",
-)
+@_option("--device", type=DEVICES, default="auto", help="Where to run; auto uses a GPU if there is one.")
+@_option("--workload", "workloads", type=click.Choice(WORKLOADS), multiple=True, help=WORKLOAD_HELP)
+@_option("--variant", "variants", type=click.Choice(VARIANTS), multiple=True, metavar="VARIANT", help=VARIANT_HELP)
+@_option("--compile", "compiled", is_flag=True, help="Time compiled models too.", show_default=False)
+@_option("--steps", type=COUNT, default=200, help="Timed steps per variant and round.")
+@_option("--rounds", type=COUNT, default=6, help="Rounds, each with new processes; an interval needs at least six.")
+@_option("--threads", type=COUNT, help="Torch threads per process.  [default: torch's]")
+@_option("--keep-memory/--no-keep-memory", default=True, help=MEMORY_HELP)
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown tables.")
 @json_option
-def overhead(
-    device: str,
-    workloads: tuple[str, ...],
-    variants: tuple[str, ...],
-    compiled: bool,
-    steps: int,
-    rounds: int,
-    threads: int | None,
-    keep_memory: bool,
-    as_markdown: bool,
-    as_json: bool,
-) -> None:
+def overhead(as_markdown: bool, as_json: bool, **options: Any) -> None:
     """Time watched steps against bare steps of the same training loop.
 
     Each variant runs in its own process, a few steps at a time in turn, and each round starts new processes. "bare
@@ -99,18 +63,9 @@ def overhead(
 
     if as_json and as_markdown:
         raise click.UsageError("got --json and --markdown; expected one of them")
-    with _clean_end(), _progress() as progress:
-        result = run_overhead(
-            device=device,
-            workloads=workloads or None,
-            variants=variants or None,
-            steps=steps,
-            rounds=rounds,
-            progress=progress,
-            compiled=compiled,
-            threads=threads,
-            keeps_memory=keep_memory,
-        )
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # end the processes that are stopped too
+    with _progress() as progress:
+        result = run_overhead(progress=progress, **options)
     if as_json:
         print_json(result)
     elif as_markdown:
@@ -124,29 +79,20 @@ def _print_tables(result: dict[str, Any]) -> None:
     from rich import box
     from rich.table import Table
 
-    from gradvitals.bench import COLUMNS, describe_workload, headline, notes, table_rows
+    from gradvitals.bench import describe_workload, headline, notes, table_rows
 
     screen = console()
-    shown = [place for place, name in enumerate(COLUMNS) if name not in ("quartiles", "by means", "CPU time")]
     screen.print(headline(result))
     for found in result["workloads"]:
+        rows = table_rows(found)
+        shown = [name for name in rows[0] if name not in ("quartiles", "by means", "CPU time")]
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for place in shown:
-            table.add_column(COLUMNS[place], justify="right" if place else "left", no_wrap=True)
-        for row in table_rows(found)[1:]:
-            table.add_row(*(row[place] for place in shown))
+        for name in shown:
+            table.add_column(name, justify="left" if name == "variant" else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row[name] for name in shown))
         screen.print()
         screen.print(describe_workload(found), table, *notes(found), sep="\n")
-
-
-@contextmanager
-def _clean_end() -> Iterator[None]:
-    """Have SIGTERM end the processes too: those that are stopped do not end by themselves."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

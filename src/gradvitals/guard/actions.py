@@ -35,8 +35,7 @@ class StepNumbers:
     """The gradient norm and the loss of a step, as scalars on one device; the same on all ranks."""
 
     norm: Tensor
-    loss: Tensor
-    """NaN if the loop observed none."""
+    loss: Tensor  # NaN if the loop observed none
     tensor_norms: Sequence[tuple[Sequence[int], Tensor]] = ()
     """Rows, and the norms of their gradients; row -1 for one that only other ranks hold."""
     surprise: Tensor | None = None
@@ -56,12 +55,7 @@ def step_numbers(
 ) -> StepNumbers | None:
     """The norm that the optimizer steps with, of the whole gradient, and the loss; None if nothing was read.
 
-    Args:
-        inputs: What the Monitor read.
-        per_tensor: Whether the norms of single tensors are needed too.
-        ranks: The ranks of the run. If there are several, all of them must call this.
-        surprise: Of the buffers; see `BufferBackup`.
-        scaler_skips: Nonzero if a GradScaler skips the step.
+    If there are several ranks, all of them must call this. `scaler_skips` is nonzero if a GradScaler skips the step.
     """
     several = ranks is not None and ranks.several
     parts: list[tuple[Sequence[int], Tensor]] = []
@@ -155,25 +149,20 @@ def _mean(losses: Sequence[Tensor | float], device: torch.device) -> Tensor:
 # -- deciding on the device --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DeviceResult:
-    """A step that was decided on the device, as the host reads it later."""
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What the host knows of a step when it judges it: at once, or later if the device has decided it."""
 
     step: int
-    limit: float
-    """Limit of the norm at that step."""
-    clipping: bool
-    """Whether gradients were multiplied by `factor`; not in a dry run or with a spent budget."""
+    limit: float  # limit of the norm at that step
     norm: float
     loss: float
-    skipped: bool
-    scaler_skipped: bool
-    factor: float
-    """What clipping left of the gradient."""
-    streak: float
-    """Spikes in a row, this one included."""
-    surprise: float
-    """Of the buffers."""
+    surprise: float  # of the buffers
+    factor: float  # what clipping leaves of the gradient
+    clipping: bool | None = None  # whether the device has multiplied gradients by `factor`; None if the host decides
+    skipped: bool | None = None  # whether the device has skipped the step; None if the host decides
+    scaler_skipped: bool = False
+    streak: float = 0.0  # spikes in a row that the device has seen, this one included
 
 
 class DeviceCheck:
@@ -185,8 +174,7 @@ class DeviceCheck:
 
     def __init__(self, max_streak: int) -> None:
         self._max_streak = max_streak
-        self.streak: Tensor | float = 0.0
-        """Spikes in a row, a number on the device."""
+        self.streak: Tensor | float = 0.0  # spikes in a row, a number on the device
         self._pending: deque[tuple[int, float, bool, Tensor, torch.cuda.Event | None]] = deque()
 
     @torch.no_grad()
@@ -212,7 +200,7 @@ class DeviceCheck:
             here = host
         self._pending.append((step, limit, clipping, here, event))
 
-    def results(self, now: int | None = None) -> list[DeviceResult]:
+    def results(self, now: int | None = None) -> list[StepResult]:
         """The results to read before step `now`; all of them for None."""
         found = []
         while self._pending and (now is None or self._pending[0][0] <= now - LAG):
@@ -236,13 +224,12 @@ class DeviceCheck:
 SENT = ("norm", "loss", "skipped", "scaler_skipped", "factor", "streak", "surprise")
 
 
-def _result(step: int, limit: float, clipping: bool, values: Tensor, event: torch.cuda.Event | None) -> DeviceResult:
+def _result(step: int, limit: float, clipping: bool, values: Tensor, event: torch.cuda.Event | None) -> StepResult:
     if event is not None:
         event.synchronize()
     sent = dict(zip(SENT, values.tolist(), strict=True))
-    for name in ("skipped", "scaler_skipped"):
-        sent[name] = sent[name] > 0
-    return DeviceResult(step, limit, clipping, **sent)
+    flags = {name: sent.pop(name) > 0 for name in ("skipped", "scaler_skipped")}
+    return StepResult(step=step, limit=limit, clipping=clipping, **flags, **sent)
 
 
 # -- clipping ----------------------------------------------------------------------------------------------------
@@ -251,15 +238,13 @@ def _result(step: int, limit: float, clipping: bool, values: Tensor, event: torc
 class Clipper:
     """Computes the clip factors of one optimizer's gradients, and applies them."""
 
-    BETA = 0.98
-    """Decay of the moving average of each tensor's norm, as in AdaGC."""
+    BETA = 0.98  # decay of the moving average of each tensor's norm, as in AdaGC
 
     def __init__(self, clip: Clip) -> None:
         self.clip = clip
         self._norms: deque[float] = deque(maxlen=clip.window)
         """The last norms, as they were after clipping for ``method="zscore"``."""
-        self._averages: list[Tensor] = []
-        """Of each tensor's norm, for ``method="tensor"``."""
+        self._averages: list[Tensor] = []  # of each tensor's norm, for ``method="tensor"``
         self._count = 0
 
     @property
@@ -366,43 +351,28 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 class StepWrapper:
-    """One guarded optimizer: wraps its `step`, on this object alone, until `unwrap`.
+    """One guarded optimizer: wraps its `step`, on this object alone, until `unwrap`."""
 
-    Args:
-        optimizer: The optimizer.
-        on_device: Whether to skip steps on the device, through ``found_inf``.
-        clip: How to clip.
-        skip: When to skip.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, *, on_device: bool, clip: Clip, skip: Skip) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: Clip, skip: Skip) -> None:
         self.optimizer = optimizer
-        self.on_device = on_device
         self.baseline = StepBaseline()
         self.clipper = Clipper(clip)
         self.check = DeviceCheck(skip.max_streak)
-        self.hold = LRHold()
+        self.lr_limit: float | None = None  # what its learning rate is held at, once a higher one has damaged the model
         self.is_new = True
         """Whether the optimizer has no state yet: some create it in a skipped step, and do not fill it."""
+        self.unwrap: Callable[[], None] = lambda: None  # gives the optimizer its own `step` back
         self._scaler_found_inf: Tensor | None = None
         self._marked = False
-        self._unwrap: Callable[[], None] = lambda: None
 
     def wrap(
         self,
         before: Callable[[StepWrapper], bool],
-        after: Callable[[StepWrapper, bool], None],
-        failed: Callable[[StepWrapper], None],
-        unguarded: Callable[[], None],
+        after: Callable[[StepWrapper, bool], object],
+        failed: Callable[[StepWrapper], object],
+        unguarded: Callable[[], object],
     ) -> None:
-        """Replace the optimizer's `step`.
-
-        Args:
-            before: Returns whether to make the step.
-            after: Called with whether it was made.
-            failed: Called after a step that raised.
-            unguarded: Called before a step with a closure, which is not checked.
-        """
+        """Replace the optimizer's `step`: `before` says whether to make it. One with a closure is `unguarded`."""
         optimizer, original = self.optimizer, self.optimizer.step
         own = "step" in vars(optimizer)
 
@@ -431,27 +401,29 @@ class StepWrapper:
 
         def unwrap() -> None:
             if vars(optimizer).get("step") is not replacement:
-                return  # wrapped again since; `before` lets every step pass from now on
+                return  # wrapped again since; every step passes from now on
             if own:
                 optimizer.step = original  # type: ignore[method-assign]
             else:
                 del optimizer.step
 
-        self._unwrap = unwrap
+        self.unwrap = unwrap
 
-    def unwrap(self) -> None:
-        """Give the optimizer its own `step` back."""
-        self._unwrap()
+    def hold_lr(self) -> None:
+        """Lower the rates of the next step if need be; see `gradvitals.schedules.LRFactors`."""
+        if self.lr_limit is not None:
+            factor = min(1.0, self.lr_limit / max(largest_lr(self.optimizer), 1e-300))
+            lr_factors(self.optimizer).set(self, factor)
+
+    def release_lr(self) -> None:
+        """Stop holding the rate."""
+        if self.lr_limit is not None:
+            lr_factors(self.optimizer).drop(self)
 
     def mark(self, skips: Tensor, scaler_skips: Tensor | None = None) -> Tensor:
-        """Make the optimizer's step do nothing if `skips` is 1 or a GradScaler has found Inf.
+        """Make the optimizer's step do nothing if `skips` is 1 or a GradScaler, of any rank, has found Inf.
 
-        Args:
-            skips: 1 or 0.
-            scaler_skips: Nonzero if the scaler of any rank has; None in a single process.
-
-        Returns:
-            Whether the scaler, of any rank, skips the step: nonzero or 0.
+        Returns whether a scaler has: nonzero or 0.
         """
         theirs: Tensor | None = getattr(self.optimizer, "found_inf", None)
         self._marked, self._scaler_found_inf = True, theirs
@@ -470,13 +442,13 @@ class StepWrapper:
 
     def state_dict(self) -> dict[str, Any]:
         """What it has learned; values that are not on the host yet are functions that wait for them."""
-        learned = {"baseline": self.baseline.state_dict(), "clipper": self.clipper.state_dict(), "is_new": self.is_new}
-        return {**learned, "lr_limit": self.hold.limit, "pending": self.check.state_later()}
+        learned = {"baseline": asdict(self.baseline), "clipper": self.clipper.state_dict(), "is_new": self.is_new}
+        return {**learned, "lr_limit": self.lr_limit, "pending": self.check.state_later()}
 
     def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
         """Continue from a saved state; `shift` is added to its step numbers."""
-        self.baseline.load_state_dict(state["baseline"], shift)
-        self.hold.limit = state["lr_limit"]
+        self.baseline = StepBaseline.from_state(state["baseline"], shift)
+        self.lr_limit = state["lr_limit"]
         self.clipper.load_state_dict(state["clipper"])
         self.is_new = bool(state["is_new"])
         self.check.load(state["pending"])
@@ -491,26 +463,6 @@ def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this optimizer's step does nothing if its ``found_inf`` is 1, as torch's fused ones."""
     in_torch = type(optimizer).__module__.startswith("torch.optim")
     return in_torch and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-# -- holding the learning rate --------------------------------------------------------------------------------------
-
-
-class LRHold:
-    """Keeps an optimizer's learning rate at or below a limit, once a higher one has damaged the model."""
-
-    def __init__(self) -> None:
-        self.limit: float | None = None
-
-    def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lower the rates of the optimizer's next step if need be; see `gradvitals.schedules.LRFactors`."""
-        if self.limit is not None:
-            lr_factors(optimizer).set(self, min(1.0, self.limit / max(largest_lr(optimizer), 1e-300)))
-
-    def release(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stop holding."""
-        if self.limit is not None:
-            lr_factors(optimizer).drop(self)
 
 
 def largest_lr(optimizer: torch.optim.Optimizer) -> float:
@@ -535,12 +487,10 @@ class BufferBackup:
         """Module, name, and whether to copy the buffer at every step."""
         self._kept: dict[int, tuple[Tensor, Tensor, int]] = {}
         """By place: the buffer, its copy, and its version when copied."""
-        self._changing: tuple[int, ...] = ()
-        """Places of the floating-point buffers that forward passes change."""
+        self._changing: tuple[int, ...] = ()  # places of the floating-point buffers that forward passes change
         self._peaks = self._changes = torch.zeros(0)
         """Of each of them: the largest change in one step, and the change in this one."""
-        self.count = 0
-        """Steps whose changes it has learned."""
+        self.count = 0  # steps whose changes it has learned
         self.save()
         reference = weakref.WeakMethod(self.save)  # a checkpoint that is loaded later must not be undone
         self._hook = model.register_load_state_dict_post_hook(lambda *_: (reference() or int)())
@@ -649,8 +599,7 @@ class WeightCheck:
     def growth(self, *, wait: bool) -> float:
         """The largest growth of a parameter's norm between the last two looks; 1 if there are no two.
 
-        Args:
-            wait: Whether to wait for this look's own norms; else those of the last look are the newest.
+        On a GPU those of the look before are the newest, unless it is to `wait`.
         """
         now = self._norms()
         if wait or not self.lags:
@@ -754,10 +703,7 @@ class SkippedTicks:
 
     def state_dict(self) -> dict[str, Any]:
         """What it has seen of the schedulers."""
-        return {
-            "each_step": [one.each_step for one in self._schedulers],
-            "started": [one.started for one in self._schedulers],
-        }
+        return {name: [getattr(one, name) for one in self._schedulers] for name in ("each_step", "started")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, after the schedulers did."""

@@ -7,6 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +19,9 @@ from gradvitals.errors import ConfigError, GradvitalsError, RunError
 from gradvitals.guard.actions import (
     LAG,
     BufferBackup,
-    DeviceResult,
     SkippedTicks,
     StepNumbers,
+    StepResult,
     StepWrapper,
     WeightCheck,
     copy_all,
@@ -39,7 +40,6 @@ from gradvitals.guard.policy import (
     Clip,
     LossLevel,
     Mode,
-    Response,
     RollBack,
     Skip,
     SpikeMemory,
@@ -57,18 +57,20 @@ from gradvitals.types import Action
 from gradvitals.worker.worker import print_line
 
 STATE_VERSION = 3
-
 LR_ROSE = 1.5
 """A learning rate that rose by this factor since the snapshot, within what the run has used, explains a higher loss."""
 
-QUIET_STEPS = 50
-"""Steps without clipping, or without a skip, after which the next one is printed again."""
+QUIET_STEPS = 50  # steps without clipping, or without a skip, after which the next one is printed again
 
 
 class Guard:
     """Keeps a run alive: skips steps that would ruin it, and rolls back a model that has become worse.
 
     Everything it does, would do in a dry run, or is not allowed to do, is an `Action` in the run's record.
+
+    A step that is not finite is skipped, and so is one far beyond everything the run has shown. The run is rolled back
+    if its weights are not finite; or if its loss rises above all recent levels, something has happened to the weights
+    that explains it, and a `Trial` shows that the snapshot is better.
 
     Args:
         monitor: The Monitor of the run; None if the Guard is passed to `gradvitals.watch`.
@@ -122,15 +124,43 @@ class Guard:
             raise ConfigError(f"decide is {decide!r}; expected 'auto', 'host' or 'device'")
         given = {"clip": clip, "skip": skip, "rollback": rollback}
         default: Mode = "on" if mode == "act" else "dry_run"
-        self.responses: dict[str, Response] = {name: response_from(name, given[name], default) for name in RESPONSES}
+        self.responses: dict[str, Any] = {name: response_from(name, given[name], default) for name in RESPONSES}
         """The settings in force."""
+        self._clip: Clip = self.responses["clip"]
+        self._skip: Skip = self.responses["skip"]
+        self._rollback: RollBack = self.responses["rollback"]
         self._schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler] if scheduler else []
         self._scaler, self._data, self._decide = scaler, data, decide
         self._folder = Path(folder) if folder is not None else None
-        self._loop: GuardLoop | None = None
-        self._active = False
-        self._closed = self._reported_closure = False
-        self._earlier: list[Action] = []
+        self.step = 0
+        """Steps of training that count: without skipped ones, and reset by a rollback. If the device decides, some of
+        the last steps may still turn out to be skipped."""
+        self.snapshots = 0
+        """How many snapshots were taken so far."""
+        self._earlier: list[Action] = []  # actions from before a resume
+        self._num_problems = 0  # of snapshots, as far as they were reported
+        self._attached = self._active = self._closed = False
+        self._started = self._stopped = self._reported_closure = False
+        """Whether the first step has started, and whether the Guard has given up."""
+        self._start_fine = False  # whether a step was finite: what the weights were then is a start to go back to
+        self._now = -1  # the Monitor's number of the step in progress
+        self._skipped = self._dropped = self._scaler_skipped = self._spiked = False
+        """Whether some of the step in progress was skipped, dropped by a rollback or a trial, skipped by a GradScaler,
+        or was a spike that was not skipped."""
+        self._ended = True
+        self._uncounted = set[int]()  # steps that turned out not to count
+        self._spikes = SpikeMemory()
+        self._nonfinite, self._last_nonfinite, self._tried = 0, -2, False
+        """Steps in a row that were not finite, the last of them, and whether a rollback was tried since they began."""
+        self._rollbacks: list[int] = []  # steps of the rollbacks within the budget's window
+        self._trial: RunningTrial | None = None
+        self._next_look, self._patience = 0, 2 * LEVEL_HISTORY
+        """When a rise of the loss is looked at again, and for how long not after a trial in vain."""
+        self._losses: dict[int, float] = {}
+        """This step's loss by optimizer. If they differ, the optimizers play a game, and no loss can rise."""
+        self._game = False
+        self._lr_sum = 0.0  # of all steps made: how far the weights may have moved
+        self._last_of_kind: dict[str, int] = {}  # the last step of each kind of action
         if monitor is not None:
             self.attach(monitor)
 
@@ -142,7 +172,7 @@ class Guard:
             raise TypeError(f"Guard got a {type(monitor).__name__} as monitor; expected what gradvitals.watch returns")
         if monitor._closed:
             raise GradvitalsError("this Monitor is closed; make a new one with gradvitals.watch")
-        if self._loop is not None:
+        if self._attached:
             raise GradvitalsError("this Guard guards a run already; make another one for another run")
         table, ranks = monitor.recorder.table, Ranks(monitor)
         if any(map(is_guarded, table.optimizers)):
@@ -152,78 +182,48 @@ class Guard:
             names = ", ".join(sorted({type(one).__name__ for one in table.optimizers}))
             raise ConfigError(f"decide is 'device' with {names}; expected torch's own optimizers, with fused=True")
         on_gpu = all(parameter.is_cuda for parameter in table.parameters)
-        on_device = self._decide == "device" or (self._decide == "auto" and supported and on_gpu)
         ranks.require_same(repr(list(self.responses.values())))
         state = TrainingState(
             table.model, table.optimizers, schedulers=self._schedulers, scaler=self._scaler, data=self._data
         )
-        rollback, snapshots = self.responses["rollback"], None
-        assert isinstance(rollback, RollBack)
-        if rollback.mode == "on" or self._folder is not None:
-            snapshots = SnapshotManager(
-                state,
-                every=rollback.every,
-                settle=rollback.settle,
-                keep=rollback.keep,
-                folder=self._folder,
-                group=ranks.group,
-                stage=ranks.stage,
+        self._monitor, self._recorder, self._ranks = monitor, monitor.recorder, ranks
+        self._on_device = self._decide == "device" or (self._decide == "auto" and supported and on_gpu)
+        self._manager = SnapshotManager(state, self._rollback, self._folder, ranks.group, ranks.stage)
+        self._ticks = SkippedTicks(state.schedulers, state.scaler)
+        self._wrappers = [StepWrapper(one, self._clip, self._skip) for one in table.optimizers]
+        self._buffers = BufferBackup(table.model)
+        self._weights = WeightCheck(table.parameters)
+        # A rollback must be possible from the first step, whatever happens before it.
+        self.snapshots += self._manager.take(monitor.step, self._extra(), to_disk=False, healthy=True)
+        if self._folder is not None and state.cannot_restore:
+            self._print("snapshots cannot restore " + "; ".join(state.cannot_restore))
+        self._attached = self._active = True
+        for wrapper in self._wrappers:
+            wrapper.wrap(
+                before=lambda one: bool(self._attempt(self._before, one, otherwise=True)),
+                after=lambda one, made: self._attempt(self._after, one, made),
+                failed=lambda one: self._attempt(self._failed, one),
+                unguarded=lambda: self._attempt(self._on_closure),
             )
-        ticks = SkippedTicks(self._schedulers, self._scaler)
-        to_disk = self._folder is not None
-        self._loop = GuardLoop(monitor, ranks, self.responses, snapshots, ticks, on_device=on_device, to_disk=to_disk)
-        if to_disk and state.cannot_restore:
-            self._loop.print("snapshots cannot restore " + "; ".join(state.cannot_restore))
-        self._active = True
-        for wrapper in self._loop.wrappers:
-            wrapper.wrap(self._before, self._after, self._failed, self._step_with_closure)
-        monitor.recorder.on_scaler_skip = self._scaler_skipped
+        monitor.recorder.on_scaler_skip = lambda _: self._attempt(self._on_scaler_skip)
         monitor.at_close(self.close)
 
     def close(self) -> None:
         """Stop guarding: optimizers step alone again, snapshots are on disk, and a summary is printed."""
-        if self._loop is None or self._closed:
+        if not self._attached or self._closed:
             return
         self._closed = True
-        loop = self._loop
-        self._attempt(loop.finish)
+        self._attempt(self._finish)
         self._active = False
-        loop.monitor.recorder.on_scaler_skip = None
-        loop.buffers.close()
-        for wrapper in loop.wrappers:
+        self._recorder.on_scaler_skip = None
+        self._buffers.close()
+        for wrapper in self._wrappers:
             wrapper.unwrap()
-            wrapper.hold.release(wrapper.optimizer)
-        if loop.snapshots is not None:
-            loop.snapshots.close()
-            loop.report_problems(loop.snapshots)
+            wrapper.release_lr()
+        self._manager.close()
+        self._report_problems()
         if self.actions:
-            loop.print(self.summary())
-
-    # -- at every step ----------------------------------------------------------------------------------------------
-
-    def _before(self, wrapper: StepWrapper) -> bool:
-        if not self._active:
-            return True
-        loop = self._the_loop
-        if loop.snapshots is not None and loop.snapshots.found and not loop.started:
-            text = f"{self._folder} holds snapshots of an earlier run, which guard.resume() would continue"
-            loop.print(f"{text}; this run's own replace them as they become healthy")
-        return bool(self._attempt(loop.before, wrapper, otherwise=True))
-
-    def _after(self, wrapper: StepWrapper, made: bool) -> None:
-        self._attempt(self._the_loop.after, wrapper, made)
-
-    def _failed(self, wrapper: StepWrapper) -> None:
-        self._attempt(self._the_loop.failed, wrapper)
-
-    def _scaler_skipped(self, optimizer: torch.optim.Optimizer) -> None:
-        self._attempt(self._the_loop.scaler_skipped)
-
-    def _step_with_closure(self) -> None:
-        if self._active and not self._reported_closure:
-            self._reported_closure = True
-            monitor = self._the_loop.monitor
-            monitor.report(notices.guard_absent(monitor.step))
+            self._print(self.summary())
 
     def _attempt(self, work: Callable[..., Any], *args: Any, otherwise: Any = None) -> Any:
         """Do the Guard's part of a step while it is active. An error in it ends the guarding, not the training.
@@ -236,40 +236,24 @@ class Guard:
             return work(*args)
         except Exception as error:
             self._active = False
-            loop = self._the_loop
-            loop.end_trial()
-            if loop.ranks.several:
+            self._end_trial()
+            if self._ranks.several:
                 raise
-            for wrapper in loop.wrappers:
-                wrapper.hold.release(wrapper.optimizer)
-            loop.monitor.report(notices.guard_error(error, loop.monitor.step))
+            for wrapper in self._wrappers:
+                wrapper.release_lr()
+            self._monitor.report(notices.guard_error(error, self._monitor.step))
             return otherwise
 
     # -- for the user -----------------------------------------------------------------------------------------------
 
-    @property
-    def _the_loop(self) -> GuardLoop:
-        if self._loop is None:
+    def _expect_run(self) -> None:
+        if not self._attached:
             raise GradvitalsError("this Guard has no run yet; give it to gradvitals.watch, or a Monitor to it")
-        return self._loop
-
-    @property
-    def step(self) -> int:
-        """Steps of training that count: without skipped ones, and reset by a rollback.
-
-        If the device decides, some of the last steps may still turn out to be skipped.
-        """
-        return self._loop.step if self._loop is not None else 0
-
-    @property
-    def snapshots(self) -> int:
-        """How many snapshots were taken so far."""
-        return self._loop.num_snapshots if self._loop is not None else 0
 
     @property
     def actions(self) -> list[Action]:
         """What was done so far, would have been in a dry run, or was withheld; after `resume`, also from before it."""
-        done = self._loop.monitor.actions if self._loop is not None else ()
+        done = self._monitor.actions if self._attached else ()
         return [*self._earlier, *(action for action in done if action.kind in GUARD_KINDS)]
 
     def summary(self) -> str:
@@ -286,165 +270,99 @@ class Guard:
         Returns:
             The number of steps that were done by then; 0 if there is no snapshot.
         """
-        loop = self._the_loop
-        if self._folder is None or loop.snapshots is None:
+        self._expect_run()
+        if self._folder is None:
             raise GradvitalsError("there is no folder to resume from; give the Guard one, such as folder='snapshots'")
-        restored = loop.snapshots.resume()
+        restored = self._manager.resume()
         if restored is None:
             return 0
-        loop.monitor.load_state_dict(restored.extra["monitor"])
-        loop.load_state_dict(restored.extra["guard"])
-        loop.started = True
-        loop.print(f"the Guard continues from step {loop.step}, from {self._folder}")
+        self._monitor.load_state_dict(restored.extra["monitor"])
+        self._load_state(restored.extra["guard"])
+        self._started = True
+        self._print(f"the Guard continues from step {self.step}, from {self._folder}")
         if restored.changed:
-            loop.print(restored.changed)
-        with contextlib.suppress(RunError), open_run(loop.monitor.run_path) as run:
-            before = [action for action in run.actions if action.step < loop.monitor.step]
+            self._print(restored.changed)
+        with contextlib.suppress(RunError), open_run(self._monitor.run_path) as run:
+            before = [action for action in run.actions if action.step < self._monitor.step]
             self._earlier = [action for action in before if action.kind in GUARD_KINDS]
-        return loop.step
+        return self.step
 
     def state_dict(self) -> dict[str, Any]:
         """What the Guard has learned and may still do, for a checkpoint of your own."""
-        return {"version": STATE_VERSION, **resolve(self._the_loop.state_dict())}
+        self._expect_run()
+        return {"version": STATE_VERSION, **resolve(self._state())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
+        self._expect_run()
         if state.get("version") != STATE_VERSION:
             raise GradvitalsError(f"the state has version {state.get('version')!r}; this Guard reads {STATE_VERSION}")
-        self._the_loop.load_state_dict(state)
-
-
-class GuardLoop:
-    """A Guard at work on one run: at every step it looks, decides, acts and records.
-
-    A step that is not finite is skipped, and so is one far beyond everything the run has shown. The run is rolled back
-    if its weights are not finite; or if its loss rises above all recent levels, something has happened to the weights
-    that explains it, and a `Trial` shows that the snapshot is better.
-
-    Args:
-        monitor: The Monitor.
-        ranks: Its ranks.
-        responses: The settings, by the name of the Guard's argument.
-        snapshots: Takes snapshots; None for none.
-        ticks: Takes back the ticks of schedulers for skipped steps.
-        on_device: Whether steps are decided on the device.
-        to_disk: Whether snapshots serve another process, and so must hold the Monitor's state too.
-    """
-
-    def __init__(
-        self,
-        monitor: Monitor,
-        ranks: Ranks,
-        responses: Mapping[str, Response],
-        snapshots: SnapshotManager | None,
-        ticks: SkippedTicks,
-        *,
-        on_device: bool,
-        to_disk: bool,
-    ) -> None:
-        clip, skip, rollback = responses.values()
-        assert isinstance(clip, Clip)
-        assert isinstance(skip, Skip)
-        assert isinstance(rollback, RollBack)
-        self.clip, self.skip, self.rollback = clip, skip, rollback
-        self.monitor, self.recorder, self.ranks = monitor, monitor.recorder, ranks
-        self.snapshots, self.ticks, self.to_disk = snapshots, ticks, to_disk
-        self.on_device = on_device
-        table = monitor.recorder.table
-        self.wrappers = [StepWrapper(one, on_device=on_device, clip=clip, skip=skip) for one in table.optimizers]
-        self.buffers = BufferBackup(table.model)
-        self.weights = WeightCheck(table.parameters)
-        self.step = 0
-        """Steps of training that count."""
-        self.num_snapshots = self._num_problems = 0
-        self.started = self.stopped = False
-        """Whether the first step has started, and whether the Guard has given up."""
-        self._start_fine = False
-        """Whether a step was finite: what the weights were then is a start to go back to."""
-        self._now = -1
-        """The Monitor's number of the step in progress."""
-        self._skipped = self._dropped = self._scaler_skipped = self._spiked = False
-        """Whether some of the step in progress was skipped, dropped by a rollback or a trial, skipped by a GradScaler,
-        or was a spike that was not skipped."""
-        self._ended = True
-        self._uncounted = set[int]()
-        """Steps that turned out not to count."""
-        self._spikes = SpikeMemory()
-        self._nonfinite, self._last_nonfinite, self._tried = 0, -2, False
-        """Steps in a row that were not finite, the last of them, and whether a rollback was tried since they began."""
-        self._rollbacks: list[int] = []
-        """Steps of the rollbacks within the budget's window."""
-        self._trial: RunningTrial | None = None
-        self._next_look, self._patience = 0, 2 * LEVEL_HISTORY
-        """When a rise of the loss is looked at again, and for how long not after a trial in vain."""
-        self._losses: dict[int, float] = {}
-        """This step's loss by optimizer. If they differ, the optimizers play a game, and no loss can rise."""
-        self._game = False
-        self._lr_sum = 0.0
-        """Of all steps made: how far the weights may have moved."""
-        self._last_of_kind: dict[str, int] = {}
-        """The last step of each kind of action."""
-        if snapshots is not None:  # a rollback must be possible from the first step, whatever happens before it
-            self.num_snapshots += snapshots.take(monitor.step, self._extra(), to_disk=False, healthy=True)
+        self._load_state(state)
 
     # -- before and after an optimizer's step -------------------------------------------------------------------------
 
-    def before(self, wrapper: StepWrapper) -> bool:
+    def _before(self, wrapper: StepWrapper) -> bool:
         """Whether this optimizer is to make its step."""
-        if self.stopped:
-            self._now = self.monitor.step
+        if self._stopped:
+            self._now = self._monitor.step
             return True
-        inputs = self.recorder.arrive(wrapper.optimizer)
-        if inputs is None and self.ranks.several:  # all ranks take part in the reduction
-            inputs = StepInputs([], self.recorder.table.parameters)
-        self._start_step(self.monitor.step)
-        self.ticks.step_starts(wrapper.optimizer)
+        inputs = self._recorder.arrive(wrapper.optimizer)
+        if inputs is None and self._ranks.several:  # all ranks take part in the reduction
+            inputs = StepInputs([], self._recorder.table.parameters)
+        self._start_step(self._monitor.step)
+        self._ticks.step_starts(wrapper.optimizer)
         make = not self._dropped and (inputs is None or self._may_step(wrapper, inputs))
         if make:
-            wrapper.hold.apply(wrapper.optimizer)
+            wrapper.hold_lr()
             lr = largest_lr(wrapper.optimizer)
-            wrapper.baseline.lr.learn(self._now, lr, self.rollback.lr_jump)
-            self._lr_sum += lr if wrapper is self.wrappers[0] else 0.0
+            wrapper.baseline.lr.learn(self._now, lr, self._rollback.lr_jump)
+            self._lr_sum += lr if wrapper is self._wrappers[0] else 0.0
         return make
 
-    def after(self, wrapper: StepWrapper, made: bool) -> None:
+    def _after(self, wrapper: StepWrapper, made: bool) -> None:
         """The optimizer has made its step, or the Guard has skipped it."""
-        if self.stopped and made:
-            self.step += self.monitor.step != self._now
+        if self._stopped and made:
+            self.step += self._monitor.step != self._now
             return
         if made:
             wrapper.is_new = False
-            if self._scaler_skipped and self.skip.mode == "on":
-                self.buffers.restore()
+            if self._scaler_skipped and self._skip.mode == "on":
+                self._buffers.restore()
             else:
-                self.buffers.save()
+                self._buffers.save()
         else:
             if not self._skipped:
-                self.ticks.discount_scaler()
+                self._ticks.discount_scaler()
             self._skipped = True
-            self.ticks.step_skipped(None if self._dropped else wrapper.optimizer)
-            self.buffers.restore()
-            self.recorder.skip_step(wrapper.optimizer)
+            self._ticks.step_skipped(None if self._dropped else wrapper.optimizer)
+            self._buffers.restore()
+            self._recorder.skip_step(wrapper.optimizer)
             wrapper.optimizer._opt_called = True  # type: ignore[attr-defined]  # else its scheduler warns of the order
-        if self.monitor.step != self._now:
+        if self._monitor.step != self._now:
             self._end_step()
 
-    def failed(self, wrapper: StepWrapper) -> None:
+    def _failed(self, wrapper: StepWrapper) -> None:
         """The optimizer's step raised: whoever catches that may step again."""
-        self.recorder.abandon(wrapper.optimizer)
+        self._recorder.abandon(wrapper.optimizer)
         lr_factors(wrapper.optimizer).restore()
 
-    def scaler_skipped(self) -> None:
+    def _on_closure(self) -> None:
+        """A step of a kind that it does not check."""
+        if not self._reported_closure:
+            self._reported_closure = True
+            self._monitor.report(notices.guard_absent(self._monitor.step))
+
+    def _on_scaler_skip(self) -> None:
         """A GradScaler has found Inf and skips a step without calling the optimizer."""
-        if self.stopped:
+        if self._stopped:
             return
-        self._start_step(self.monitor.step)
-        if self.ranks.several:  # other ranks may be about to step: they must know
-            per_tensor = self.wrappers[0].clipper.per_tensor
-            step_numbers(None, per_tensor=per_tensor, ranks=self.ranks, scaler_skips=1.0)
+        self._start_step(self._monitor.step)
+        if self._ranks.several:  # other ranks may be about to step: they must know
+            per_tensor = self._wrappers[0].clipper.per_tensor
+            step_numbers(None, per_tensor=per_tensor, ranks=self._ranks, scaler_skips=1.0)
         self._scaler_skipped = self._skipped = True
-        if self.skip.mode == "on":
-            self.buffers.restore()
+        if self._skip.mode == "on":
+            self._buffers.restore()
         self._judge_scaler_skip(self._now)
 
     def _start_step(self, now: int) -> None:
@@ -456,12 +374,14 @@ class GuardLoop:
         self._now, self._ended = now, False
         self._skipped = self._dropped = self._scaler_skipped = self._spiked = False
         self._losses.clear()
-        if self.snapshots is not None:
-            self.snapshots.complete()
-            self.report_problems(self.snapshots)
-            # Results from the device are known some steps later, and so is whether there was trouble.
-            self.snapshots.settle(now - LAG if self.on_device else now)
-        self.started = True
+        self._manager.complete()
+        self._report_problems()
+        # Results from the device are known some steps later, and so is whether there was trouble.
+        self._manager.settle(now - LAG if self._on_device else now)
+        if self._manager.found and not self._started:
+            text = f"{self._folder} holds snapshots of an earlier run, which guard.resume() would continue"
+            self._print(f"{text}; this run's own replace them as they become healthy")
+        self._started = True
         if now % WeightCheck.EVERY == 0 and self._trial is None:
             self._check_weights(now)
 
@@ -471,37 +391,33 @@ class GuardLoop:
         if self._skipped or self._scaler_skipped:
             return
         self.step += 1
-        troubled = self._spiked or late or any(one.baseline.loss.episode is not None for one in self.wrappers)
-        if self.snapshots is not None and self.snapshots.due(self.monitor.step) and not troubled:
-            self.num_snapshots += self.snapshots.take(self.monitor.step, self._extra())
+        troubled = self._spiked or late or any(one.baseline.loss.episode is not None for one in self._wrappers)
+        if self._manager.due(self._monitor.step) and not troubled:
+            self.snapshots += self._manager.take(self._monitor.step, self._extra())
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Training has ended: record what the device decided in the last steps, and end a trial."""
-        self.end_trial()
-        for wrapper in self.wrappers:
+        self._end_trial()
+        for wrapper in self._wrappers:
             for result in wrapper.check.results():
                 self._judge_result(wrapper, result, ended=True)
-        self.ticks.step_starts()
+        self._ticks.step_starts()
 
     # -- deciding -----------------------------------------------------------------------------------------------------
 
     def _may_step(self, wrapper: StepWrapper, inputs: StepInputs) -> bool:
-        numbers = step_numbers(
-            inputs,
-            per_tensor=wrapper.clipper.per_tensor,
-            ranks=self.ranks,
-            surprise=self.buffers.surprise(self.skip.ratio) if wrapper is self.wrappers[0] else None,
-            scaler_skips=getattr(wrapper.optimizer, "found_inf", 0.0),
-        )
+        surprise = self._buffers.surprise(self._skip.ratio) if wrapper is self._wrappers[0] else None
+        found_inf, each = getattr(wrapper.optimizer, "found_inf", 0.0), wrapper.clipper.per_tensor
+        numbers = step_numbers(inputs, per_tensor=each, ranks=self._ranks, surprise=surprise, scaler_skips=found_inf)
         if numbers is None:
             return True
         if self._trial is not None:
             return self._continue_trial(wrapper, numbers)
-        if self.on_device:
+        if self._on_device:
             # A new optimizer is decided on the host; results that are pending come first.
             for result in wrapper.check.results(None if wrapper.is_new else self._now):
                 self._judge_result(wrapper, result)
-                if self._dropped or self.stopped:
+                if self._dropped or self._stopped:
                     return not self._dropped
             if not wrapper.is_new:
                 self._decide_on_device(wrapper, inputs, numbers)
@@ -518,38 +434,39 @@ class GuardLoop:
         surprise = float(numbers.surprise) if numbers.surprise is not None else 0.0
         factors = wrapper.clipper.factors(numbers, inputs)
         factor = 1.0 if factors is None or not norm <= LARGEST_NORM else float(smallest(factors, numbers.norm))
-        limit = wrapper.baseline.norm.limit(self.skip.ratio, self.skip.first_steps)
-        if self._judge(wrapper, self._now, norm, loss, surprise, limit, factor):
+        limit = wrapper.baseline.norm.limit(self._skip.ratio, self._skip.first_steps)
+        result = StepResult(step=self._now, limit=limit, norm=norm, loss=loss, surprise=surprise, factor=factor)
+        if self._judge(wrapper, result):
             return False
-        if factors is not None and factor < 1 and self._note_clip(self._now, norm, factor):
+        if factors is not None and factor < 1 and self._note_clip(result):
             wrapper.clipper.apply(factors, numbers, inputs, wrapper.optimizer)
-        self.buffers.learn()
+        self._buffers.learn()
         return True
 
     def _decide_on_device(self, wrapper: StepWrapper, inputs: StepInputs, numbers: StepNumbers) -> None:
         """Let the device decide; the host reads the result later."""
-        limit = wrapper.baseline.norm.limit(self.skip.ratio, self.skip.first_steps)
-        allowed = not self._spikes.refusal(self._now, self.skip)
-        most = self.skip.ratio if allowed and self.buffers.count >= self.skip.first_steps else math.inf
+        limit = wrapper.baseline.norm.limit(self._skip.ratio, self._skip.first_steps)
+        allowed = not self._spikes.refusal(self._now, self._skip)
+        most = self._skip.ratio if allowed and self._buffers.count >= self._skip.first_steps else math.inf
         skips = wrapper.check.skips(numbers, limit if allowed else math.inf, most)
-        if self.skip.mode != "on":
+        if self._skip.mode != "on":
             skips = torch.zeros_like(skips)
         scaler_skips = wrapper.mark(skips, numbers.scaler_skips)
         factors = wrapper.clipper.factors(numbers, inputs)
-        clipping = factors is not None and self.clip.mode == "on"
+        clipping = factors is not None and self._clip.mode == "on"
         if factors is not None and clipping:
             wrapper.clipper.apply(factors, numbers, inputs, wrapper.optimizer)
-        self.buffers.learn(skips)
-        if self.skip.mode == "on":
-            self.buffers.restore(skips)
-            if wrapper is self.wrappers[0]:
-                self.ticks.discount_scaler(skips * (1 - scaler_skips.to(skips)))
+        self._buffers.learn(skips)
+        if self._skip.mode == "on":
+            self._buffers.restore(skips)
+            if wrapper is self._wrappers[0]:
+                self._ticks.discount_scaler(skips * (1 - scaler_skips.to(skips)))
         factor, streak = smallest(factors, numbers.norm), torch.as_tensor(wrapper.check.streak)
         surprise = torch.zeros_like(numbers.norm) if numbers.surprise is None else numbers.surprise
         sent = (numbers.norm, numbers.loss, skips, scaler_skips, factor, streak, surprise)
         wrapper.check.send(self._now, limit, clipping, *sent)
 
-    def _judge_result(self, wrapper: StepWrapper, result: DeviceResult, *, ended: bool = False) -> None:
+    def _judge_result(self, wrapper: StepWrapper, result: StepResult, *, ended: bool = False) -> None:
         """A step that was decided on the device some steps ago. After the training `ended` it is only recorded."""
         if result.scaler_skipped:
             self._uncount(result.step)
@@ -558,13 +475,10 @@ class GuardLoop:
             return
         if result.skipped:
             self._uncount(result.step)
-            self.ticks.step_skipped(wrapper.optimizer)  # its own tick is long past: the next one is taken back
-        self._judge(
-            wrapper, result.step, result.norm, result.loss, result.surprise, result.limit, result.factor,
-            skipped=result.skipped, ended=ended,
-        )  # fmt: skip
+            self._ticks.step_skipped(wrapper.optimizer)  # its own tick is long past: the next one is taken back
+        self._judge(wrapper, result, ended=ended)
         if result.factor < 1 and not result.skipped:
-            self._note_clip(result.step, result.norm, result.factor, done=result.clipping)
+            self._note_clip(result)
 
     def _uncount(self, step: int) -> None:
         """This step does not count; several optimizers may report the same one."""
@@ -572,22 +486,11 @@ class GuardLoop:
             self._uncounted.add(step)
             self.step -= 1
 
-    def _judge(
-        self,
-        wrapper: StepWrapper,
-        step: int,
-        norm: float,
-        loss: float,
-        surprise: float,
-        limit: float,
-        factor: float,
-        *,
-        skipped: bool | None = None,
-        ended: bool = False,
-    ) -> bool:
-        """Respond to a step; returns whether it is not to be made. `skipped`: what the device has done already."""
+    def _judge(self, wrapper: StepWrapper, result: StepResult, *, ended: bool = False) -> bool:
+        """Respond to a step; returns whether it is not to be made."""
+        step, norm = result.step, result.norm
         if not norm <= LARGEST_NORM:
-            skips = self.skip.mode == "on" if skipped is None else skipped
+            skips = self._skip.mode == "on" if result.skipped is None else result.skipped
             self._record_skip(step, "nonfinite", f"the gradient norm is {norm}", skips)
             if not ended:
                 self._judge_nonfinite(step)
@@ -596,47 +499,46 @@ class GuardLoop:
             self._nonfinite, self._tried = 0, False
         if not self._start_fine:
             self._start_fine = True
-            if self.snapshots is not None and not ended and self.step == 0:  # a checkpoint may have been loaded since
-                self.snapshots.forget()
-                self.snapshots.take(self._now, self._extra(), to_disk=False, healthy=True)
-                self.snapshots.complete()
-        known = self.buffers.count >= self.skip.first_steps
-        words = f"the gradient norm is {norm:.3g}, over the limit of {limit:.3g}" if norm > limit else ""
-        if not words and known and surprise > self.skip.ratio:
-            words = f"the batch changes a buffer (batch norm) {surprise:.3g} times as much as any before"
+            if not ended and self.step == 0:  # a checkpoint may have been loaded since
+                self._manager.forget()
+                self._manager.take(self._now, self._extra(), to_disk=False, healthy=True)
+                self._manager.complete()
+        known = self._buffers.count >= self._skip.first_steps
+        words = f"the gradient norm is {norm:.3g}, over the limit of {result.limit:.3g}" if norm > result.limit else ""
+        if not words and known and result.surprise > self._skip.ratio:
+            words = f"the batch changes a buffer (batch norm) {result.surprise:.3g} times as much as any before"
         if words:
-            return self._judge_spike(wrapper, step, norm, words, skipped)
-        wrapper.clipper.learn(norm, factor)
-        if factor == 1 or self.clip.mode != "on":
-            wrapper.baseline.learn(step, norm, loss)
-            if self.rollback.mode != "off" and not ended:
-                self._judge_loss(wrapper, step, loss)
+            return self._judge_spike(wrapper, result, words)
+        wrapper.clipper.learn(norm, result.factor)
+        if result.factor == 1 or self._clip.mode != "on":
+            wrapper.baseline.learn(step, norm, result.loss)
+            if self._rollback.mode != "off" and not ended:
+                self._judge_loss(wrapper, step, result.loss)
         return self._dropped
 
-    def _judge_spike(self, wrapper: StepWrapper, step: int, norm: float, words: str, skipped: bool | None) -> bool:
-        if self.skip.mode == "off":
-            wrapper.baseline.norm.learn(norm)
+    def _judge_spike(self, wrapper: StepWrapper, result: StepResult, words: str) -> bool:
+        step = result.step
+        if self._skip.mode == "off":
+            wrapper.baseline.norm.learn(result.norm)
             return False
         self._spikes.see(step)
-        refusal = self._spikes.refusal(step, self.skip)
-        skips = self.skip.mode == "on" and not refusal if skipped is None else skipped
+        refusal = self._spikes.refusal(step, self._skip)
+        skips = self._skip.mode == "on" and not refusal if result.skipped is None else result.skipped
         if skips:
             self._spikes.skipped.append(step)
             self._record_skip(step, "explosion", words, True)
             return True
-        if self._spikes.streak > self.skip.max_streak and self._check_weights(step, wait=True):
+        if self._spikes.streak > self._skip.max_streak and self._check_weights(step, wait=True):
             return True
         self._spiked = True
-        wrapper.baseline.norm.learn(norm)  # it was made, and is part of the run
-        if self.snapshots is not None:
-            self.snapshots.spoil()
-        self._record_skip(step, "explosion", refusal if refusal and self.skip.mode == "on" else words, False)
+        wrapper.baseline.norm.learn(result.norm)  # it was made, and is part of the run
+        self._manager.spoil()
+        self._record_skip(step, "explosion", refusal if refusal and self._skip.mode == "on" else words, False)
         return False
 
     def _judge_scaler_skip(self, step: int) -> None:
         """A GradScaler skipped this step. It does so now and then; if it continues, lowering the scale did not help."""
-        if self.snapshots is not None:
-            self.snapshots.spoil()
+        self._manager.spoil()
         self._judge_nonfinite(step, by_scaler=True)
 
     def _judge_nonfinite(self, step: int, *, by_scaler: bool = False) -> None:
@@ -644,9 +546,9 @@ class GuardLoop:
         if step == self._last_nonfinite:
             return
         self._nonfinite, self._last_nonfinite = self._nonfinite + 1, step
-        if self._nonfinite > 1 and self.snapshots is not None:
-            self.snapshots.spoil()
-        rounds = self._nonfinite // self.skip.give_up if self._nonfinite % self.skip.give_up == 0 else 0
+        if self._nonfinite > 1:
+            self._manager.spoil()
+        rounds = self._nonfinite // self._skip.give_up if self._nonfinite % self._skip.give_up == 0 else 0
         words = f"{self._nonfinite} steps in a row are not finite"
         if self._nonfinite <= 3 and not by_scaler and not self._weights_finite():
             words = "weights are not finite"
@@ -656,30 +558,30 @@ class GuardLoop:
             return
         if not self._tried and self._roll_back(step, "nonfinite", words):
             self._tried = True
-        elif rounds and (rounds > 1 or not self._tried) and self.skip.mode == "on":
-            self.stopped = True
-            self.monitor.report(notices.guard_gave_up(self._nonfinite, step))
+        elif rounds and (rounds > 1 or not self._tried) and self._skip.mode == "on":
+            self._stopped = True
+            self._monitor.report(notices.guard_gave_up(self._nonfinite, step))
 
     def _check_weights(self, step: int, *, wait: bool = False) -> bool:
         """Roll back if a parameter has grown as no training makes it grow; returns whether it was done."""
-        if self.rollback.mode == "off":
+        if self._rollback.mode == "off":
             return False
-        growth = self.weights.growth(wait=wait)
-        if not self._anywhere(growth > self.rollback.grown):
+        growth = self._weights.growth(wait=wait)
+        if not self._anywhere(growth > self._rollback.grown):
             return False
         words = f"the norm of a parameter grew by a factor of {growth:.3g} within {WeightCheck.EVERY} steps"
-        looks = 2 if self.weights.lags and not wait else 1  # on a GPU the norms are those of the look before
+        looks = 2 if self._weights.lags and not wait else 1  # on a GPU the norms are those of the look before
         finding = "update_spike" if growth < math.inf else "nonfinite"
         return self._roll_back(step, finding, words, step - looks * WeightCheck.EVERY)
 
     def _weights_finite(self) -> bool:
-        return not self._anywhere(not self.weights.are_finite())
+        return not self._anywhere(not self._weights.are_finite())
 
     def _anywhere(self, here: bool) -> bool:
         """Whether this holds on any rank."""
-        if not self.ranks.several:
+        if not self._ranks.several:
             return here
-        return float(self.ranks.sum(torch.full((1,), float(here), dtype=torch.float64, device=self.ranks.device))) > 0
+        return float(self._ranks.sum(torch.full((1,), float(here), dtype=torch.float64, device=self._ranks.device))) > 0
 
     # -- has the model become worse? ----------------------------------------------------------------------------------
 
@@ -688,8 +590,8 @@ class GuardLoop:
         self._losses[id(wrapper)] = loss
         self._game = self._game or len({value for value in self._losses.values() if not math.isnan(value)}) > 1
         level = wrapper.baseline.loss
-        if level.episode is not None and self.snapshots is not None:
-            self.snapshots.spoil()
+        if level.episode is not None:
+            self._manager.spoil()
         rise, hurt = level.rise, level.hurt
         if (rise is None and hurt is None) or step < self._next_look or self._game or self._dropped:
             return
@@ -701,19 +603,19 @@ class GuardLoop:
             return  # nothing happened to the weights: the data is harder
         jumped = hurt if jumped is None else jumped
         words = f"the loss rose to {level.levels[-1]:.4g}, and {cause}"
-        if self.rollback.mode == "dry_run":
+        if self._rollback.mode == "dry_run":
             self._withhold("roll_back", step, "loss_rising", f"dry run; {words}")
             self._next_look = step + self._patience
-        elif self.snapshots is not None and (snapshot := self.snapshots.newest(jumped)) is not None:
-            lr = largest_lr(self.wrappers[0].optimizer)
+        elif (snapshot := self._manager.newest(jumped)) is not None:
+            lr = largest_lr(self._wrappers[0].optimizer)
             if wrapper.baseline.lr.jumped is None and lr > LR_ROSE * snapshot.plain["extra"]["guard"]["lr"]:
                 return  # a schedule that raises the rate, as in a warm restart, costs some loss at first
             if refusal := self._refusal(step):
                 self._withhold("roll_back", step, "loss_rising", refusal)
                 self._next_look = step + self._patience
                 return
-            self.snapshots.spoil()
-            self._trial = RunningTrial(wrapper, self.snapshots.state, snapshot, jumped, words)
+            self._manager.spoil()
+            self._trial = RunningTrial(wrapper, self._manager.state, snapshot, jumped, words)
             self._dropped = True
 
     def _moved_far(self) -> str:
@@ -721,11 +623,11 @@ class GuardLoop:
 
         Half of them must have, or one by 25 times as much: a small one moves far by chance.
         """
-        moves = self.snapshots.moves(self._lr_sum) if self.snapshots is not None else {}
+        moves = self._manager.moves(self._lr_sum)
         typical = statistics.median(moves.values()) if moves else 0.0
         name = max(moves, key=lambda one: moves[one], default="")
-        alone = moves.get(name, 0.0) > 25 * self.rollback.moved
-        if not self._anywhere(alone or typical > self.rollback.moved):
+        alone = moves.get(name, 0.0) > 25 * self._rollback.moved
+        if not self._anywhere(alone or typical > self._rollback.moved):
             return ""
         if alone:
             return f"{name} has moved {moves[name]:.3g} times as far as usual"
@@ -733,28 +635,27 @@ class GuardLoop:
 
     def _continue_trial(self, wrapper: StepWrapper, numbers: StepNumbers) -> bool:
         assert self._trial is not None
-        running, trial, owner = self._trial, self._trial.trial, self._trial.owner
-        self._dropped = True
+        trial, owner, self._dropped = self._trial, self._trial.owner, True
         if wrapper is not owner:
             return False
         norm, loss = float(numbers.norm), float(numbers.loss)
         trial.add(loss if norm <= LARGEST_NORM else math.inf)
         if trial.verdict is None:
-            running.install(trial.arm)
+            trial.install(trial.arm)
             return False
-        self.end_trial()
-        words, cost = f"{running.words}; {trial}", {"steps": trial.count + 1}
+        self._end_trial()
+        words, cost = f"{trial.words}; {trial}", {"steps": trial.count + 1}
         held = owner.baseline.lr.peak if owner.baseline.lr.jumped is not None else None
-        if trial.verdict and self._roll_back(self._now, "loss_rising", words, running.jumped, cost["steps"]):
+        if trial.verdict and self._roll_back(self._now, "loss_rising", words, trial.jumped, cost["steps"]):
             if held is not None:
                 self._hold_lr(owner, held)
             return False
-        self._record("trial", self._now, "loss_rising", True, f"{words}: not rolled back", cost=cost)
+        self._record("trial", self._now, "loss_rising", f"{words}: not rolled back", cost=cost)
         owner.baseline.loss = LossLevel()
         self._next_look, self._patience = self._now + self._patience, 2 * self._patience
         return False
 
-    def end_trial(self) -> None:
+    def _end_trial(self) -> None:
         """Put the run's own weights back."""
         if self._trial is not None:
             self._trial.install("current")
@@ -765,158 +666,145 @@ class GuardLoop:
     def _refusal(self, step: int) -> str:
         """Why the run may not be rolled back; empty if it may."""
         self._rollbacks = [then for then in self._rollbacks if step - then < BUDGET_WINDOW]
-        if len(self._rollbacks) >= self.rollback.budget:
-            return f"its budget of {self.rollback.budget} in {BUDGET_WINDOW:,} steps is spent"
+        if len(self._rollbacks) >= self._rollback.budget:
+            return f"its budget of {self._rollback.budget} in {BUDGET_WINDOW:,} steps is spent"
         return ""
 
     def _roll_back(self, step: int, finding: str, words: str, before: int | None = None, lost: int = 0) -> bool:
         """Restore a snapshot, from before a step if that is known; returns whether it was done."""
-        if self.rollback.mode == "off":
+        if self._rollback.mode == "off":
             return False
         started, refusal = time.perf_counter(), self._refusal(step)
-        if self.rollback.mode == "dry_run":
+        if self._rollback.mode == "dry_run":
             refusal = f"dry run; {words}"
-        restored = None if refusal or self.snapshots is None else self.snapshots.restore(before)
+        restored = None if refusal else self._manager.restore(before)
         if restored is None:
             self._withhold("roll_back", step, finding, refusal or "no snapshot fits the model as it is now")
             return False
         state = resolve({**restored.extra["guard"]})
         uncounted = set[int]()
-        for wrapper, saved in zip(self.wrappers, state["wrappers"], strict=True):
+        for wrapper, saved in zip(self._wrappers, state["wrappers"], strict=True):
             # What was pending then has long been read: some of those steps did not count.
             uncounted |= {one["step"] for one in saved["pending"] if one["skipped"] or one["scaler_skipped"]}
-            hold = wrapper.hold.limit
-            wrapper.load_state_dict({**saved, "pending": []})
-            wrapper.hold.limit = hold if hold is not None else wrapper.hold.limit
+            limit = wrapper.lr_limit if wrapper.lr_limit is not None else saved["lr_limit"]
+            wrapper.load_state_dict({**saved, "pending": [], "lr_limit": limit})
             for one in saved["pending"]:
                 if not one["skipped"]:
                     wrapper.baseline.learn(one["step"], one["norm"], one["loss"])
         self._lr_sum = state["lr_sum"]
-        self.weights.reset()
-        self.buffers.load_state_dict(state["buffers"])
-        self.ticks.step_skipped()
+        self._weights.reset()
+        self._buffers.load_state_dict(state["buffers"])
+        self._ticks.step_skipped()
         self._rollbacks.append(step)
         before_step, self.step, self._dropped = self.step, int(state["step"]) - len(uncounted), True
         cost = {"steps": before_step - self.step + lost, "seconds": time.perf_counter() - started}
-        self._record("roll_back", step, finding, True, words, {"step": before_step}, {"step": self.step}, cost)
-        self.monitor.start_diagnosis_over()
+        where = {"step": before_step}
+        self._record("roll_back", step, finding, words, before=where, after={"step": self.step}, cost=cost)
+        self._monitor.start_diagnosis_over()
         return True
 
     def _hold_lr(self, wrapper: StepWrapper, peak: float) -> None:
         """The learning rate jumped and the model became worse: hold it at what the run had used before."""
-        wrapper.hold.limit = peak
+        wrapper.lr_limit = peak
         words = f"a learning rate above {peak:.3g} made the model worse: it is held at {peak:.3g} from here on"
-        self._record("hold_lr", self._now, "loss_rising", True, words, after={"lr": peak})
+        self._record("hold_lr", self._now, "loss_rising", words, after={"lr": peak})
 
-    def _note_clip(self, step: int, norm: float, factor: float, *, done: bool | None = None) -> bool:
-        """Record that a gradient was clipped, or would have been; returns whether it is to be.
-
-        Args:
-            step: Which step.
-            norm: The norm before.
-            factor: What is left of it.
-            done: What the device has done already; None if that is decided here.
-        """
-        taken = self.clip.mode == "on" if done is None else done
+    def _note_clip(self, result: StepResult) -> bool:
+        """Record that a gradient was clipped, or would have been; returns whether it is to be."""
+        taken = self._clip.mode == "on" if result.clipping is None else result.clipping
+        norm, left = result.norm, result.norm * result.factor
         was = "it was" if taken else "it would be"
-        words = f"the gradient norm is {norm:.3g}; {was} clipped to {norm * factor:.3g} ({self.clip.method})"
-        after = {"norm": norm * factor} if taken else {}
-        self._record("clip", step, "explosion", taken, words if taken else f"dry run; {words}", {"norm": norm}, after)
+        words = f"the gradient norm is {norm:.3g}; {was} clipped to {left:.3g} ({self._clip.method})"
+        words, after = (words, {"norm": left}) if taken else (f"dry run; {words}", {})
+        self._record("clip", result.step, "explosion", words, taken=taken, before={"norm": norm}, after=after)
         return taken
 
     def _record_skip(self, step: int, finding: str, words: str, taken: bool) -> None:
         if taken:
             where, cost = {"step": self.step}, {"steps": 1, "seconds": 0.0}
-            self._record("skip", step, finding, True, words, where, where, cost)
-        elif self.skip.mode != "off":
-            self._withhold("skip", step, finding, f"dry run; {words}" if self.skip.mode == "dry_run" else words)
+            self._record("skip", step, finding, words, before=where, after=where, cost=cost)
+        elif self._skip.mode != "off":
+            self._withhold("skip", step, finding, f"dry run; {words}" if self._skip.mode == "dry_run" else words)
 
     def _withhold(self, kind: str, step: int, finding: str, reason: str) -> None:
         """Record what a dry run would have done, or what may not be done; once in a while is enough."""
         known = f"{kind} withheld"
         if step - self._last_of_kind.get(known, -QUIET_STEPS) >= QUIET_STEPS:
             self._last_of_kind[known] = step
-            self._record(kind, step, finding, False, reason)
+            self._record(kind, step, finding, reason, taken=False)
 
     def _record(
-        self,
-        kind: str,
-        step: int,
-        finding: str,
-        taken: bool,
-        reason: str,
-        before: Mapping[str, Any] | None = None,
-        after: Mapping[str, Any] | None = None,
-        cost: Mapping[str, Any] | None = None,
+        self, kind: str, step: int, finding: str, reason: str, *, taken: bool = True, **details: Mapping[str, Any]
     ) -> None:
-        details = {"before": before or {}, "after": after or {}, "cost": cost or {}}
+        """Record and print an action; `details` are its `before`, `after` and `cost`."""
         action = Action(kind=kind, step=step, finding=finding, taken=taken, reason=reason, **details)
-        self.monitor.record(action)
+        self._monitor.record(action)
         # Clips, skips and dry runs may come often: only the first in a while is printed.
         news = step - self._last_of_kind.get(kind, -QUIET_STEPS) >= QUIET_STEPS
         self._last_of_kind[kind] = step
         if news or (taken and kind not in ("clip", "skip")):
-            self.print(f"Guard, {action}")
+            self._print(f"Guard, {action}")
 
-    def print(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         """Print a line to stderr, on the first rank, unless the config is quiet."""
-        if self.ranks.leads:
-            print_line(text, self.monitor.config.quiet)
+        if self._ranks.leads:
+            print_line(text, self._monitor.config.quiet)
 
-    def report_problems(self, snapshots: SnapshotManager) -> None:
+    def _report_problems(self) -> None:
         """Report what kept snapshots from being written or restored since the last call."""
-        new = snapshots.problems[self._num_problems :]
+        new = self._manager.problems[self._num_problems :]
         self._num_problems += len(new)
         for text in new:
-            self.monitor.report(notices.snapshot_error(text, self.monitor.step))
+            self._monitor.report(notices.snapshot_error(text, self._monitor.step))
 
     # -- its state ----------------------------------------------------------------------------------------------------
 
     def _extra(self) -> dict[str, Any]:
         """What a snapshot holds beside the training state."""
-        monitor = {"monitor": self.monitor.state_soon()} if self.to_disk else {}
-        return {"guard": self.state_dict(), **monitor}
+        monitor = {"monitor": self._monitor.state_soon()} if self._folder is not None else {}
+        return {"guard": self._state(), **monitor}
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         """Everything that decisions depend on: plain values, or functions that wait for them."""
         return {
             "step": self.step,
-            "now": self.monitor.step,
-            "spikes": self._spikes.state_dict(),
+            "now": self._monitor.step,
+            "spikes": asdict(self._spikes),
             "nonfinite": [self._nonfinite, self._last_nonfinite, self._tried],
             "rollbacks": list(self._rollbacks),
             "look": [self._next_look, self._patience, self._game],
             "lr_sum": self._lr_sum,
-            "lr": largest_lr(self.wrappers[0].optimizer),
-            "buffers": self.buffers.state_dict(),
-            "ticks": self.ticks.state_dict(),
-            "wrappers": [wrapper.state_dict() for wrapper in self.wrappers],
+            "lr": largest_lr(self._wrappers[0].optimizer),
+            "buffers": self._buffers.state_dict(),
+            "ticks": self._ticks.state_dict(),
+            "wrappers": [wrapper.state_dict() for wrapper in self._wrappers],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def _load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state. If the Monitor counts its steps anew, remembered steps are shifted."""
-        shift = self.monitor.step - int(state["now"])
+        shift = self._monitor.step - int(state["now"])
         self.step, self._lr_sum, self._start_fine = int(state["step"]), float(state["lr_sum"]), True
-        self._spikes.load_state_dict(state["spikes"], shift)
+        self._spikes = SpikeMemory.from_state(state["spikes"], shift)
         count, last, tried = state["nonfinite"]
         self._nonfinite, self._last_nonfinite, self._tried = int(count), int(last) + shift, bool(tried)
         self._rollbacks = [step + shift for step in state["rollbacks"]]
         look, self._patience, self._game = state["look"]
         self._next_look = int(look) + shift
-        self.ticks.load_state_dict(state["ticks"])
-        for wrapper, saved in zip(self.wrappers, state["wrappers"], strict=True):
+        self._ticks.load_state_dict(state["ticks"])
+        for wrapper, saved in zip(self._wrappers, state["wrappers"], strict=True):
             pending = [{**one, "step": one["step"] + shift} for one in saved["pending"]]
             wrapper.load_state_dict({**saved, "pending": pending}, shift)
-        self.buffers.load_state_dict(state["buffers"])
+        self._buffers.load_state_dict(state["buffers"])
 
 
-class RunningTrial:
-    """A `Trial` in progress: the two sets of weights, whose losses count, and why it is made."""
+class RunningTrial(Trial):
+    """A `Trial` with the two sets of weights, whose losses count, and why it is made."""
 
     def __init__(
         self, owner: StepWrapper, state: TrainingState, snapshot: Snapshot, jumped: int | None, words: str
     ) -> None:
-        self.trial, self.owner, self.jumped, self.words = Trial(), owner, jumped, words
+        super().__init__()
+        self.owner, self.jumped, self.words = owner, jumped, words
         self._live = {f"parameter/{name}": tensor for name, tensor in state.parameters().items()}
         ours = HostCopy(self._live)
         ours.hold_back()

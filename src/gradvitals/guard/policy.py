@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
@@ -18,56 +17,54 @@ from gradvitals.errors import ConfigError
 
 Mode = Literal["on", "off", "dry_run"]
 MODES: tuple[str, ...] = get_args(Mode)
-
-BUDGET_WINDOW = 1000
-"""A budget limits how often a response acts within this many steps."""
-
-LARGEST_NORM = float(np.finfo(np.float32).max)
-"""A norm above this is not finite."""
-
-LEVEL_STEPS = 8
-"""Steps whose median is the level of the loss."""
-LEVEL_HISTORY = 50
-"""Steps whose levels a new one is compared with."""
+BUDGET_WINDOW = 1000  # a budget limits how often a response acts within this many steps
+LARGEST_NORM = float(np.finfo(np.float32).max)  # a norm above this is not finite
+LEVEL_STEPS = 8  # steps whose median is the level of the loss
+LEVEL_HISTORY = 50  # steps whose levels a new one is compared with
 
 
 # -- settings ----------------------------------------------------------------------------------------------------
+
+Method = Literal["quantile", "zscore", "tensor"]
+CHOICES: dict[str, tuple[str, ...]] = {"mode": MODES, "method": get_args(Method)}
+LEAST = {
+    "window": 20, "first_steps": 2, "max_streak": 1, "max_recent": 1, "give_up": 1,
+    "every": 1, "keep": 1, "settle": 0, "budget": 0,
+}  # fmt: skip
+"""The least of each setting that is a whole number."""
+ABOVE = {"quantile": 0, "z_threshold": 0, "tensor_ratio": 0, "ratio": 1, "lr_jump": 1, "moved": 1, "grown": 1}
+"""What each other number must be above."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
     """Settings that every response has. A response is on, off, or a dry run, which only records what it would do."""
 
-    kind: ClassVar[str]
     mode: Mode | None = None
     """None: follow the Guard's own mode."""
 
     def __post_init__(self) -> None:
-        self._expect(self.mode in (None, *MODES), "mode", "one of " + ", ".join(map(repr, MODES)))
-
-    def _expect(self, fine: bool, name: str, expected: str) -> None:
-        if not fine:
-            raise ConfigError(f"{name} of {type(self).__name__} is {getattr(self, name)!r}; expected {expected}")
-
-    def _expect_count(self, least: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            fine = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            self._expect(fine, name, f"a whole number, {least} or more")
-
-    def _expect_above(self, low: float, *names: str, below: float = math.inf) -> None:
-        for name in names:
-            value = getattr(self, name)
-            fine = isinstance(value, (int, float)) and not isinstance(value, bool) and low < value < below
-            self._expect(fine, name, f"a number above {low:g}" + ("" if below == math.inf else f" and below {below:g}"))
+        for name, value in vars(self).items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name in CHOICES:
+                fine = value in CHOICES[name] or (name == "mode" and value is None)
+                expected = "one of " + ", ".join(map(repr, CHOICES[name]))
+            elif name in LEAST:
+                fine = is_number and isinstance(value, int) and value >= LEAST[name]
+                expected = f"a whole number, {LEAST[name]} or more"
+            else:
+                below = 1.0 if name == "quantile" else math.inf
+                fine = is_number and ABOVE[name] < value < below
+                expected = f"a number above {ABOVE[name]}" + (" and below 1" if name == "quantile" else "")
+            if not fine:
+                raise ConfigError(f"{name} of {type(self).__name__} is {value!r}; expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(Response):
     """Clip gradients by the run's own recent norms. Off unless asked for: it changes ordinary steps too."""
 
-    kind = "clip"
-    method: Literal["quantile", "zscore", "tensor"] = "quantile"
+    method: Method = "quantile"
     """How to set the limit. ``quantile``: a quantile of recent norms. ``zscore``: as in ZClip. ``tensor``: each tensor
     by its own recent norms, as in AdaGC."""
     quantile: float = 0.95
@@ -81,21 +78,11 @@ class Clip(Response):
     first_steps: int = 25
     """Steps before it clips anything."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        methods = ("quantile", "zscore", "tensor")
-        self._expect(self.method in methods, "method", "one of " + ", ".join(map(repr, methods)))
-        self._expect_above(0, "z_threshold", "tensor_ratio")
-        self._expect_above(0, "quantile", below=1)
-        self._expect_count(20, "window")
-        self._expect_count(2, "first_steps")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Skip(Response):
     """Skip a step that is not finite, always, or one far beyond everything the run has shown."""
 
-    kind = "skip"
     ratio: float = 20.0
     """A spike is this many times the largest recent gradient norm, or the largest recent change of a buffer."""
     first_steps: int = 50
@@ -107,18 +94,11 @@ class Skip(Response):
     give_up: int = 20
     """Steps in a row that are not finite before a rollback; after as many again the Guard stops."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._expect_above(1, "ratio")
-        self._expect_count(2, "first_steps")
-        self._expect_count(1, "max_streak", "max_recent", "give_up")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RollBack(Response):
     """Restore the last healthy snapshot if the model has become worse, and continue with the next data."""
 
-    kind = "roll_back"
     every: int = 100
     """Steps between snapshots; fewer at the start of a run."""
     settle: int = 50
@@ -133,12 +113,6 @@ class RollBack(Response):
     """So do parameters that move this many times as far as usual, at the same learning rate."""
     grown: float = 1000.0
     """A tensor whose norm grows by this factor within 10 steps is damaged for certain."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._expect_count(1, "every", "keep")
-        self._expect_count(0, "settle", "budget")
-        self._expect_above(1, "lr_jump", "moved", "grown")
 
 
 RESPONSES: dict[str, type[Response]] = {"clip": Clip, "skip": Skip, "rollback": RollBack}
@@ -175,7 +149,6 @@ class Peak:
 
     value: float = 0.0
     count: int = 0
-
     FADE: ClassVar[float] = 0.998
 
     def learn(self, value: float) -> None:
@@ -196,12 +169,9 @@ class LossLevel:
     whose loss is noisy, has shown such levels already.
     """
 
-    losses: list[float] = field(default_factory=list)
-    """The last few."""
-    levels: list[float] = field(default_factory=list)
-    """The last ones."""
-    highest: float = -math.inf
-    """The highest level of the run."""
+    losses: list[float] = field(default_factory=list)  # the last few
+    levels: list[float] = field(default_factory=list)  # the last ones
+    highest: float = -math.inf  # the highest level of the run
     count: int = 0
     signed: bool = False
     """Whether a loss was below 0, as those of policy gradients are: then its level says little about the model."""
@@ -212,8 +182,7 @@ class LossLevel:
 
     MATERIAL: ClassVar[float] = 0.02
     """Share of the highest level that a rise must have: near a loss of 0, levels differ by factors for no reason."""
-    FIRST: ClassVar[int] = 60
-    """Levels before an episode can begin."""
+    FIRST: ClassVar[int] = 60  # levels before an episode can begin
 
     def learn(self, step: int, loss: float) -> None:
         """Add the loss of a step that was made."""
@@ -257,11 +226,8 @@ class LRWatch:
 
     peak: float = 0.0
     count: int = 0
-    jumped: int | None = None
-    """The step of the jump; None if there was none lately."""
-
-    MEMORY: ClassVar[int] = 100
-    """Steps after which a jump that did no harm is normal."""
+    jumped: int | None = None  # the step of the jump; None if there was none lately
+    MEMORY: ClassVar[int] = 100  # steps after which a jump that did no harm is normal
 
     def learn(self, step: int, lr: float, ratio: float) -> None:
         """Add the rate of a step."""
@@ -287,18 +253,16 @@ class StepBaseline:
         self.norm.learn(norm)
         self.loss.learn(step, loss)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], shift: int) -> StepBaseline:
         """Continue from a saved state; `shift` is added to its step numbers."""
-        self.norm, self.loss, self.lr = Peak(**state["norm"]), LossLevel(**state["loss"]), LRWatch(**state["lr"])
-        if self.lr.jumped is not None:
-            self.lr.jumped += shift
-        if self.loss.episode is not None:
-            began, before, top = self.loss.episode
-            self.loss.episode = began + shift, before, top
+        one = cls(Peak(**state["norm"]), LossLevel(**state["loss"]), LRWatch(**state["lr"]))
+        if one.lr.jumped is not None:
+            one.lr.jumped += shift
+        if one.loss.episode is not None:
+            began, before, top = one.loss.episode
+            one.loss.episode = began + shift, before, top
+        return one
 
 
 @dataclass
@@ -306,12 +270,9 @@ class SpikeMemory:
     """Which spikes were skipped lately, and so whether the next one may be."""
 
     WINDOW: ClassVar[int] = 200
-
-    skipped: deque[int] = field(default_factory=deque)
-    last: int = -2
-    """The step of the last spike."""
-    streak: int = 0
-    """Spikes in a row."""
+    skipped: list[int] = field(default_factory=list)
+    last: int = -2  # the step of the last spike
+    streak: int = 0  # spikes in a row
 
     def see(self, step: int) -> None:
         """A spike at this step."""
@@ -321,22 +282,17 @@ class SpikeMemory:
 
     def refusal(self, step: int, skip: Skip) -> str:
         """Why a spike at this step is not to be skipped; empty if it is."""
-        while self.skipped and step - self.skipped[0] >= self.WINDOW:
-            self.skipped.popleft()
+        self.skipped = [then for then in self.skipped if step - then < self.WINDOW]
         if self.streak > skip.max_streak:
             return f"{skip.max_streak} spikes in a row were skipped, so the batch is not the cause"
         if len(self.skipped) >= skip.max_recent:
             return f"{len(self.skipped)} spikes within {self.WINDOW} steps: they are part of the data, and now normal"
         return ""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return {"skipped": list(self.skipped), "last": self.last, "streak": self.streak}
-
-    def load_state_dict(self, state: Mapping[str, Any], shift: int = 0) -> None:
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], shift: int) -> SpikeMemory:
         """Continue from a saved state; `shift` is added to its step numbers."""
-        self.skipped = deque(step + shift for step in state["skipped"])
-        self.last, self.streak = int(state["last"]) + shift, int(state["streak"])
+        return cls([step + shift for step in state["skipped"]], state["last"] + shift, state["streak"])
 
 
 # -- is the model worse than its snapshot? -------------------------------------------------------------------------
@@ -357,15 +313,13 @@ class Trial:
     """
 
     ORDER: ClassVar[str] = "csscsccssccscssc"
-    NEEDED: ClassVar[float] = 60 / 64
-    """Share of pairs of batches in which the snapshot must have the lower loss."""
+    NEEDED: ClassVar[float] = 60 / 64  # share of pairs of batches in which the snapshot must have the lower loss
     CLEAR: ClassVar[float] = 2.0
     """Three batches each are enough if every loss of one side is this many times every loss of the other."""
 
     def __init__(self) -> None:
         self.losses: dict[str, list[float]] = {"current": [], "snapshot": []}
-        self.verdict: bool | None = None
-        """Whether the snapshot is better; None before that is known."""
+        self.verdict: bool | None = None  # whether the snapshot is better; None before that is known
 
     @property
     def count(self) -> int:

@@ -20,8 +20,7 @@ class Ranks:
     def __init__(self, monitor: Monitor) -> None:
         self._table, self._config, self._topology = monitor.recorder.table, monitor.config, monitor.ranks
         self._shares: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, Tensor]] = {}
-        self.several = self._topology is not None
-        """Whether there is more than one rank."""
+        self.several = self._topology is not None  # whether there is more than one rank
         self.leads = self._topology is None or self._topology.rank == 0
         """Whether this is the first rank, the one that prints."""
         self.group: Any = None if self._topology is None else self._topology.device_group

@@ -19,9 +19,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +35,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from gradvitals.distributed.shards import local, placements
 from gradvitals.distributed.topology import own_group
 from gradvitals.guard.actions import copy_all
+from gradvitals.guard.policy import RollBack
 from gradvitals.guard.training_state import SnapshotError, TrainingState, dense, sizes_of
 
-MAX_PENDING = 2
-"""Snapshots that may wait to be known healthy; while there are so many, no further one is due."""
-
+MAX_PENDING = 2  # snapshots that may wait to be known healthy; while there are so many, no further one is due
 FIRST_STEPS = 10
 """A young run has its first snapshot after so many steps, and each next one when the run is twice as long."""
 
-KEPT_ON_DISK = 2
-"""Healthy snapshots to keep on disk. Older ones go once newer healthy ones are complete."""
-
+KEPT_ON_DISK = 2  # healthy snapshots to keep on disk. Older ones go once newer healthy ones are complete.
 FORMAT = 3
 PREFIX = "snapshot-"
-
+META = "meta.json"
 HAS_NO_DIST = "no_dist" in inspect.signature(state_dict_saver.save).parameters
 """In torch 2.6 only the older functions have the argument, which later versions call deprecated."""
 
@@ -58,13 +56,14 @@ HAS_NO_DIST = "no_dist" in inspect.signature(state_dict_saver.save).parameters
 class HostCopy:
     """A copy of tensors in host memory. From a GPU, a side stream fills pinned memory while training continues.
 
-    What is on a GPU must not change before `hold_back` was called, except tensors named in `fragile`, which are cloned
-    on the device first. PyTorch caches pinned memory, so later snapshots reuse that of earlier ones.
+    What is on a GPU must not change before `hold_back` was called, except buffers of the model, which a forward pass
+    changes and which are cloned on the device first. PyTorch caches pinned memory, so later snapshots reuse that of
+    earlier ones.
     """
 
     _streams: dict[torch.device, torch.cuda.Stream] = {}  # noqa: RUF012  # one per device for all copies
 
-    def __init__(self, tensors: Mapping[str, Tensor], fragile: Callable[[str], bool] = lambda name: False) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         parts = {name: dense(tensor) for name, tensor in tensors.items()}
         self.tensors = {
             name: torch.empty_like(part, device="cpu", pin_memory=part.is_cuda) for name, part in parts.items()
@@ -74,7 +73,7 @@ class HostCopy:
         later: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for name, part in parts.items():
             if part.is_cuda:
-                source = part.clone() if fragile(name) else part
+                source = part.clone() if name.startswith("buffer/") else part
                 later.setdefault(part.device, []).append((self.tensors[name], source))
         for device, pairs in later.items():
             if device not in self._streams:
@@ -105,28 +104,21 @@ class HostCopy:
 class Snapshot:
     """One snapshot, in memory, on disk or both."""
 
-    serial: int
-    """Counts snapshots; steps do not, as they come again after a rollback."""
-    step: int
-    """Steps of training that were done."""
-    healthy: bool = False
-    """False until it has survived its settling time."""
-    plain: dict[str, Any] = field(default_factory=dict)
-    sizes: dict[str, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    specs: dict[str, Any] = field(default_factory=dict)
-    """How tensors are sharded, by name."""
-    copies: list[HostCopy] | None = None
-    """None if it is on disk alone, or was dropped."""
+    serial: int  # counts snapshots; steps do not, as they come again after a rollback
+    step: int  # steps of training that were done
+    healthy: bool = False  # false until it has survived its settling time
+    plain: dict[str, Any] = field(default_factory=lambda: {"sizes": {}})
+    """Everything but tensors, and the size of each tensor."""
+    specs: dict[str, Any] = field(default_factory=dict)  # how tensors are sharded, by name
+    copies: Sequence[HostCopy] | None = None  # None if it is on disk alone, or was dropped
     to_disk: bool = False
-    spoiled: bool = False
-    """Whether there was trouble before it was known to be healthy."""
+    spoiled: bool = False  # whether there was trouble before it was known to be healthy
 
-    def add(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor], **options: Any) -> None:
+    def add(self, plain: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Start copying this state into it."""
-        self.plain |= plain
-        self.sizes |= sizes_of(tensors)
+        self.plain |= {**plain, "sizes": self.plain["sizes"] | sizes_of(tensors)}
         self.specs |= {name: tensor._spec for name, tensor in tensors.items() if placements(tensor)}  # type: ignore[attr-defined]
-        self.copies = [*(self.copies or []), HostCopy(tensors, **options)]
+        self.copies = [*(self.copies or ()), HostCopy(tensors)]
 
     def hold_back(self) -> None:
         """See `HostCopy`."""
@@ -135,12 +127,7 @@ class Snapshot:
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors, once they have arrived in host memory."""
-        return arrived(self.copies or ())
-
-
-def arrived(copies: Iterable[HostCopy]) -> dict[str, Tensor]:
-    """The tensors of several copies, once they are complete."""
-    return {name: tensor for one in copies for name, tensor in one.wait().items()}
+        return {name: tensor for one in self.copies or () for name, tensor in one.wait().items()}
 
 
 def resolve(value: Any) -> Any:
@@ -156,20 +143,13 @@ def resolve(value: Any) -> Any:
 
 
 class SnapshotStore:
-    """Writes snapshots and their health into a folder, and reads them back.
+    """Writes snapshots and their health into a folder, on a thread, and reads them back. One run per folder.
 
-    Args:
-        folder: The folder; created if needed. One run per folder.
-        problems: Gets a sentence if something cannot be written, once per kind of problem. The next snapshot is tried
-            again.
-        group: The processes that train together; None for all.
-        several: Whether there are several processes. They write together, through a group of their own.
-        stage: The pipeline stage, if stages use the same names for different tensors.
+    Several processes write together, through a group of their own. If something cannot be written, `problems` gets a
+    sentence, once per kind of problem, and the next snapshot is tried again.
     """
 
-    def __init__(
-        self, folder: Path, *, problems: list[str], group: Any = None, several: bool = False, stage: int | None = None
-    ) -> None:
+    def __init__(self, folder: Path, problems: list[str], group: Any, several: bool, stage: int | None) -> None:
         self.folder, self._problems = folder, problems
         self._group = own_group(group) if several else None
         self._rank = dist.get_rank(self._group) if several else 0
@@ -181,8 +161,7 @@ class SnapshotStore:
         self._complete = {serial: Snapshot(serial, step, healthy) for serial, step, healthy in found}
         self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="gradvitals-snapshots", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="gradvitals-snapshots", daemon=True).start()
 
     @property
     def complete(self) -> list[Snapshot]:
@@ -194,18 +173,18 @@ class SnapshotStore:
 
     def write(self, snapshot: Snapshot) -> None:
         """Write a snapshot, on the thread."""
-        self._later(lambda: self._write(snapshot))
+        self._later(partial(self._write, snapshot))
 
     def mark_healthy(self, serial: int) -> None:
         """Note that a snapshot is healthy, on the thread."""
-        self._later(lambda: self._mark(serial))
+        self._later(partial(self._mark, serial))
 
     def discard(self, serial: int) -> None:
         """Remove a bad snapshot at once: a process that is killed later cannot come back to it."""
         with self._lock:
             if self._complete.pop(serial, None) is not None:
-                self._attempt(lambda: self._revoke(serial))
-        self._later(lambda: self._delete(serial))
+                self._attempt(partial(self._revoke, serial))
+        self._later(partial(self._delete, serial))
 
     def read(self, serial: int, state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor], str]:
         """Read a snapshot into host memory and check that it fits.
@@ -215,14 +194,8 @@ class SnapshotStore:
             re-sharded by `torch.distributed.checkpoint`.
         """
         self.flush()  # the thread uses the same process group
-        found: tuple[dict[str, Any], dict[str, Tensor], str] = self._all(lambda: self._read(self.path(serial), state))[
-            self._rank
-        ]
+        found: tuple[Any, Any, str] = self._all(lambda: self._read(self._path(serial), state))[self._rank]
         return found
-
-    def path(self, serial: int) -> Path:
-        """The folder of a snapshot."""
-        return self.folder / f"{PREFIX}{serial:08d}"
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything asked for so far was done or has failed; False if `timeout` seconds were too few."""
@@ -235,8 +208,6 @@ class SnapshotStore:
         if not self._closed:
             self._closed = True
             self._queue.put(None)
-            if done:
-                self._thread.join(timeout)
         return done
 
     # -- on the thread ------------------------------------------------------------------------------------------------
@@ -265,13 +236,14 @@ class SnapshotStore:
                 )
 
     def _write(self, snapshot: Snapshot) -> None:
-        copies, path = snapshot.copies, self.path(snapshot.serial)
+        path, copies = self._path(snapshot.serial), snapshot.copies
         # Processes write together or not at all; each may have dropped the snapshot at another moment.
         if not all(self._all(lambda: copies is not None)):
             return
         try:
             self._all(lambda: self._write_plain(path, snapshot))
-            save_tensors(path, snapshot, copies or [], self._rank, self._common, self._group)
+            tensors = {name: tensor for one in copies or () for name, tensor in one.wait().items()}
+            save_tensors(path, snapshot, tensors, partial(self._key, snapshot.plain, self._rank), self._group)
             done = self._all(lambda: self._finish(path, snapshot))[0]
             if done and self._rank and not snapshot.spoiled:
                 self._add(snapshot)
@@ -285,9 +257,8 @@ class SnapshotStore:
         if not self.folder.is_dir():  # it is not made again: nobody would look for it there
             raise FileNotFoundError("the folder is gone")
         path.mkdir(exist_ok=True)
-        plain = {**snapshot.plain, "extra": resolve(snapshot.plain["extra"]), "sizes": snapshot.sizes}
         with (path / f"rank{self._rank}.pt").open("wb") as file:
-            torch.save(plain, file)
+            torch.save({**snapshot.plain, "extra": resolve(snapshot.plain["extra"])}, file)
             file.flush()
             os.fsync(file.fileno())
 
@@ -307,7 +278,7 @@ class SnapshotStore:
         }
         with self._lock:
             if not snapshot.spoiled:
-                _write_json(path / "meta.json", meta)
+                _write_json(path / META, meta)
                 _sync_folder(self.folder)
                 self._add(snapshot)
             return not snapshot.spoiled
@@ -320,9 +291,9 @@ class SnapshotStore:
         with self._lock:
             if serial in self._complete:
                 self._complete[serial].healthy = True
-                file = self.path(serial) / "meta.json"
+                file = self._path(serial) / META
                 if self._rank == 0 and file.exists():
-                    _write_json(file, _read_json(file) | {"healthy": True})
+                    _write_json(file, json.loads(file.read_text("utf-8")) | {"healthy": True})
         self._prune()
 
     def _prune(self) -> None:
@@ -340,11 +311,11 @@ class SnapshotStore:
     def _revoke(self, serial: int) -> None:
         """Make a folder no snapshot any more, in one operation."""
         if self._rank == 0:
-            (self.path(serial) / "meta.json").unlink(missing_ok=True)
+            (self._path(serial) / META).unlink(missing_ok=True)
 
     def _delete(self, serial: int) -> None:
         if self._rank == 0:
-            shutil.rmtree(self.path(serial), ignore_errors=True)
+            shutil.rmtree(self._path(serial), ignore_errors=True)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -361,23 +332,23 @@ class SnapshotStore:
             ) from error
         found = []
         for path in sorted(self.folder.glob(PREFIX + 8 * "[0-9]")):
-            if not (path / "meta.json").exists():
+            if not (path / META).exists():
                 shutil.rmtree(path, ignore_errors=True)
                 continue
             try:
-                meta = _read_json(path / "meta.json")
-                version = meta["format"]
-                if version == FORMAT:
+                meta = json.loads((path / META).read_text("utf-8"))
+                if meta["format"] == FORMAT:
                     found.append((int(path.name.removeprefix(PREFIX)), int(meta["step"]), bool(meta["healthy"])))
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise SnapshotError(f"{path} is not a snapshot of gradvitals ({error}); remove it") from error
-            if version != FORMAT:
-                raise SnapshotError(f"{path} has format {version}; this gradvitals reads {FORMAT}; remove it")
+            if meta["format"] != FORMAT:
+                raise SnapshotError(f"{path} has format {meta['format']}; this gradvitals reads {FORMAT}; remove it")
         return found
 
     def _read(self, path: Path, state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+        changed = ""
         try:
-            meta = _read_json(path / "meta.json")
+            meta = json.loads((path / META).read_text("utf-8"))
             for name, size in meta["files"].items():
                 if (path / name).stat().st_size != size:
                     raise ValueError(f"{name} does not have its {size} bytes")
@@ -385,20 +356,25 @@ class SnapshotStore:
             source = self._rank if self._rank < num else 0
             where = None if torch.cuda.is_available() else "cpu"
             plain: dict[str, Any] = torch.load(path / f"rank{source}.pt", map_location=where, weights_only=False)
-        except Exception as error:
-            raise _unreadable(path, error) from error
-        changed = ""
-        if num != self._num_ranks:
-            few = f"the number of ranks changed from {num} to {self._num_ranks}"
-            if any(name.startswith("state/") for name in plain["own"]):
-                raise SnapshotError(f"{path} has optimizer state of each rank's own, and {few}; resume with {num}")
-            changed = f"{few}: the data position and random generators are not restored"
-        sizes = plain.pop("sizes")
-        state.check_fit(plain, sizes, str(path))
-        try:
-            return plain, load_tensors(path, plain, sizes, state, source, self._common), changed
+            if num != self._num_ranks:
+                few = f"the number of ranks changed from {num} to {self._num_ranks}"
+                if any(name.startswith("state/") for name in plain["own"]):
+                    raise SnapshotError(f"{path} has optimizer state of each rank's own, and {few}; resume with {num}")
+                changed = f"{few}: the data position and random generators are not restored"
+            state.check_fit(plain, str(path))
+            return plain, load_tensors(path, plain, state, partial(self._key, plain, source)), changed
+        except SnapshotError:
+            raise
         except (Exception, CheckpointException) as error:
-            raise _unreadable(path, error) from error
+            reason = _reason(_cause(error))
+            raise SnapshotError(f"{path} cannot be read ({reason}); remove it to continue from an older one") from error
+
+    def _path(self, serial: int) -> Path:
+        return self.folder / f"{PREFIX}{serial:08d}"
+
+    def _key(self, plain: Mapping[str, Any], rank: int, name: str) -> str:
+        """The name of a tensor on disk."""
+        return (f"rank{rank}/" if name in plain["own"] else self._common) + name
 
     def _all(self, call: Callable[[], Any]) -> list[Any]:
         """What the call returns on every rank. If it raises on one, it raises on all."""
@@ -407,62 +383,47 @@ class SnapshotStore:
             value = call()
         except Exception as caught:
             error = caught
-        if self._group is None:
-            if error is not None:
-                raise error
-            return [value]
-        # A rank's own value need not travel: tensors that were read stay where they are.
-        sent = value if isinstance(value, (bool, list)) else None
         answers: list[Any] = [None] * self._num_ranks
-        dist.all_gather_object(answers, (sent, None if error is None else str(error)), group=self._group)
+        if self._group is not None:
+            # A rank's own value need not travel: tensors that were read stay where they are.
+            sent = value if isinstance(value, (bool, list)) else None
+            dist.all_gather_object(answers, (sent, None if error is None else str(error)), group=self._group)
         if error is not None:
             raise error
+        answers[self._rank] = (value, None)
         for rank, (_, failure) in enumerate(answers):
             if failure is not None:
                 raise SnapshotError(f"rank {rank} cannot continue: {failure}")
-        return [value if rank == self._rank else theirs for rank, (theirs, _) in enumerate(answers)]
-
-
-# -- files -------------------------------------------------------------------------------------------------------
+        return [answer for answer, _ in answers]
 
 
 def save_tensors(
-    path: Path, snapshot: Snapshot, copies: Iterable[HostCopy], rank: int, common: str, group: Any
+    path: Path, snapshot: Snapshot, tensors: Mapping[str, Tensor], key: Callable[[str], str], group: Any
 ) -> None:
     """Write the tensors, with all ranks of `group` together."""
-    tensors = {
-        _key(name, snapshot.plain, rank, common): _with_spec(tensor, snapshot.specs.get(name))
-        for name, tensor in arrived(copies).items()
-    }
     _silence()
     # Copying ahead would wait for streams of a device that has nothing to do with it.
     writer = filesystem.FileSystemWriter(path, per_thread_copy_ahead=0)
     save: Any = state_dict_saver.save if HAS_NO_DIST else state_dict_saver.save_state_dict
-    save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    written = {key(name): _with_spec(tensor, snapshot.specs.get(name)) for name, tensor in tensors.items()}
+    save(written, storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 def load_tensors(
-    path: Path, plain: Mapping[str, Any], sizes: Mapping[str, Any], state: TrainingState, source: int, common: str
+    path: Path, plain: Mapping[str, Any], state: TrainingState, key: Callable[[str], str]
 ) -> dict[str, Tensor]:
     """This rank's part of every tensor, in host memory."""
-    like = state.sharded_like(plain, sizes)
+    like = state.sharded_like(plain)
     parts = {
         name: torch.empty(local(like[name]).shape if name in like else shape, dtype=dtype)
-        for name, (shape, dtype) in sizes.items()
-    }
-    wanted = {
-        _key(name, plain, source, common): _with_spec(part, like[name]._spec if name in like else None)  # type: ignore[attr-defined]
-        for name, part in parts.items()
+        for name, (shape, dtype) in plain["sizes"].items()
     }
     _silence()
     load: Any = state_dict_loader.load if HAS_NO_DIST else state_dict_loader.load_state_dict
+    wanted = {key(name): _with_spec(part, getattr(like.get(name), "_spec", None)) for name, part in parts.items()}
     # Each process reads by itself, so that one that cannot does not leave the others waiting.
     load(wanted, storage_reader=filesystem.FileSystemReader(path), no_dist=True)
     return parts
-
-
-def _key(name: str, plain: Mapping[str, Any], rank: int, common: str) -> str:
-    return (f"rank{rank}/" if name in plain["own"] else common) + name
 
 
 def _with_spec(part: Tensor, spec: Any) -> Tensor:
@@ -479,12 +440,6 @@ def _silence() -> None:
     if not HAS_NO_DIST:
         warnings.filterwarnings("ignore", message="`(save|load)_state_dict` is deprecated", category=FutureWarning)
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    meta = json.loads(path.read_text("utf-8"))
-    assert isinstance(meta, dict)
-    return meta
 
 
 def _write_json(path: Path, meta: Mapping[str, Any]) -> None:
@@ -507,10 +462,6 @@ def _sync_folder(path: Path) -> None:
             os.close(handle)
 
 
-def _unreadable(path: Path, error: BaseException) -> SnapshotError:
-    return SnapshotError(f"{path} cannot be read ({_reason(_cause(error))}); remove it to continue from an older one")
-
-
 def _cause(error: BaseException) -> BaseException:
     """The error of a process that an error of DCP reports."""
     failures = error.failures if isinstance(error, CheckpointException) else {}
@@ -518,8 +469,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _reason(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 # -- the ring ----------------------------------------------------------------------------------------------------
@@ -529,54 +479,35 @@ def _reason(error: BaseException) -> str:
 class Restored:
     """What the run went back to."""
 
-    step: int
-    """Steps of training that were done when the snapshot was taken."""
-    extra: Mapping[str, Any]
-    """What was given to `take` then."""
-    changed: str = ""
-    """What could not be restored because the number of ranks changed."""
+    step: int  # steps of training that were done when the snapshot was taken
+    extra: Mapping[str, Any]  # what was given to `take` then
+    changed: str = ""  # what could not be restored because the number of ranks changed
 
 
 class SnapshotManager:
     """Takes snapshots, learns which are healthy, and restores one.
 
-    Host memory holds `keep` healthy snapshots and up to two pending ones. In a distributed run all processes must make
-    the same calls with the same steps.
-
-    Args:
-        state: What to keep.
-        every: Steps between snapshots.
-        settle: Steps without trouble after which a snapshot counts as healthy.
-        keep: Healthy snapshots in memory.
-        folder: Folder for snapshots on disk; None for memory alone.
-        group: The processes that train together; None for all.
-        stage: The pipeline stage, if stages use the same names for different tensors.
-
-    Attributes:
-        problems: A sentence for each kind of problem so far. A thread adds to it.
-        found: Steps of the snapshots that were in the folder at the start, oldest first.
+    Host memory holds `keep` healthy snapshots and up to two pending ones. In a distributed run all processes of the
+    `group` must make the same calls with the same steps. `stage` is the pipeline stage, if stages use the same names
+    for different tensors.
     """
 
     def __init__(
         self,
         state: TrainingState,
-        *,
-        every: int,
-        settle: int,
-        keep: int = 2,
+        pace: RollBack,
         folder: Path | None = None,
         group: Any = None,
         stage: int | None = None,
     ) -> None:
-        self.state, self.problems = state, list[str]()
-        self._every, self._settle, self._keep = every, settle, keep
-        self._ring: list[Snapshot] = []
-        """At most `keep` healthy ones and `MAX_PENDING` pending ones, oldest first."""
-        self._open: Snapshot | None = None
-        """The one that still lacks the settings."""
+        self.state, self._pace = state, pace
+        self._takes = pace.mode == "on" or folder is not None  # else there is never a snapshot
+        self.problems: list[str] = []  # a sentence for each kind of problem so far. A thread adds to it.
+        self._ring: list[Snapshot] = []  # at most `keep` healthy ones and `MAX_PENDING` pending ones, oldest first
+        self._open: Snapshot | None = None  # the one that still lacks the settings
         self._last_step, self._next_serial = 0, 1
         self._store: SnapshotStore | None = None
-        self.found: list[int] = []
+        self.found = False  # whether there were snapshots in the folder at the start
         if folder is not None:
             several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
             if several and any(type(one).__name__ == "FullyShardedDataParallel" for one in state.model.modules()):
@@ -585,31 +516,38 @@ class SnapshotManager:
                     "expected torch.distributed.fsdp.fully_shard, or no folder"
                 )
             # The store's thread knows nothing of this object, so that it does not keep the model in memory.
-            self._store = SnapshotStore(folder, problems=self.problems, group=group, several=several, stage=stage)
-            self.found = [one.step for one in self._store.complete]
-            self._next_serial = 1 + max((one.serial for one in self._store.complete), default=0)
+            self._store = SnapshotStore(folder, self.problems, group, several, stage)
+            complete = self._store.complete
+            self.found = bool(complete)
+            self._next_serial = complete[-1].serial + 1 if complete else 1
             weakref.finalize(self, self._store.close, 60.0)
 
-    def due(self, step: int) -> bool:
-        """Whether a snapshot should be taken after `step` steps; at the start of a run more often."""
-        wait = min(self._every, max(FIRST_STEPS, self._last_step))
-        return step - self._last_step >= wait and len(self._pending) < MAX_PENDING
+    # -- which there are ----------------------------------------------------------------------------------------------
 
     @property
     def _pending(self) -> list[Snapshot]:
         return [one for one in self._ring if not one.healthy]
 
+    @property
+    def _healthy(self) -> list[Snapshot]:
+        """The healthy ones in memory."""
+        return [one for one in self._ring if one.healthy and one.copies is not None]
+
+    def due(self, step: int) -> bool:
+        """Whether a snapshot should be taken after `step` steps; at the start of a run more often."""
+        wait = min(self._pace.every, max(FIRST_STEPS, self._last_step))
+        return self._takes and step - self._last_step >= wait and len(self._pending) < MAX_PENDING
+
     def newest(self, before: int | None = None) -> Snapshot | None:
         """The newest healthy snapshot in memory, if possible from before a step; None if there is none."""
-        healthy = [one for one in self._ring if one.healthy and one.copies is not None]
-        return next((one for one in reversed(healthy) if before is None or one.step <= before), None)
+        return next((one for one in reversed(self._healthy) if before is None or one.step <= before), None)
 
     def moves(self, lr_sum: float) -> dict[str, float]:
         """How far each parameter has moved since the newest healthy snapshot, over how far it moved before that.
 
         Both in relation to the sum of learning rates. Empty if there are no two snapshots to compare.
         """
-        healthy = [one for one in self._ring if one.healthy and one.copies is not None][-2:]
+        healthy = self._healthy[-2:]
         rates = [*(one.plain["extra"]["guard"]["lr_sum"] for one in healthy), lr_sum]
         if len(healthy) < 2 or not rates[0] < rates[1] < rates[2]:
             return {}
@@ -624,6 +562,8 @@ class SnapshotManager:
             found[name] = math.inf if math.isnan(ratio) else ratio
         return found
 
+    # -- taking them --------------------------------------------------------------------------------------------------
+
     def take(
         self, step: int, extra: Mapping[str, Any] | None = None, *, to_disk: bool = True, healthy: bool = False
     ) -> bool:
@@ -635,19 +575,19 @@ class SnapshotManager:
         Args:
             step: Steps of training that are done.
             extra: Plain values to get back with it. Functions among them are called when it is written.
-            to_disk: False keeps this one in memory alone. One that is taken within a step, when its data is drawn
-                already, serves a rollback but no other process.
+            to_disk: False for one that is taken within a step, when its data is drawn already: it serves no other
+                process.
             healthy: Whether it counts as healthy at once, as that of the start does.
 
         Returns:
-            False if there are too many pending ones: it stays due.
+            False if there are too many pending ones: it stays due. Or if rollbacks are off, and there is no folder.
         """
         self.complete()
-        if len(self._pending) >= MAX_PENDING:
+        if not self._takes or len(self._pending) >= MAX_PENDING:
             return False
         plain, tensors = self.state.read()
-        snapshot = Snapshot(self._next_serial, step, healthy, to_disk=to_disk and self._store is not None)
-        snapshot.add({**plain, "extra": deepcopy(dict(extra or {}))}, tensors, fragile=_is_buffer)
+        snapshot = Snapshot(self._next_serial, step, healthy, to_disk=to_disk)
+        snapshot.add({**plain, "extra": deepcopy(dict(extra or {}))}, tensors)
         self._open, self._last_step, self._next_serial = snapshot, step, self._next_serial + 1
         self._ring.append(snapshot)
         return True
@@ -662,43 +602,45 @@ class SnapshotManager:
         if self._store is not None and snapshot.to_disk:
             self._store.write(snapshot)
 
-    def settle(self, step: int) -> list[int]:
-        """No trouble up to `step`: returns the steps of the snapshots that are healthy by now.
-
-        Healthy ones beyond `keep` go, the oldest first.
-        """
-        settled = [
-            one for one in self._pending if one.step <= step - min(self._settle, max(FIRST_STEPS, one.step // 2))
-        ]
-        for one in settled:
-            one.healthy = True
-            if self._store is not None:
-                self._store.mark_healthy(one.serial)
-        for one in [one for one in self._ring if one.healthy][: -self._keep]:
+    def settle(self, step: int) -> None:
+        """No trouble up to `step`: some snapshots are healthy by now. Those beyond `keep` go, the oldest first."""
+        for one in self._pending:
+            if one.step <= step - min(self._pace.settle, max(FIRST_STEPS, one.step // 2)):
+                one.healthy = True
+                if self._store is not None:
+                    self._store.mark_healthy(one.serial)
+        for one in [one for one in self._ring if one.healthy][: -self._pace.keep]:
             self._remove(one)
-        return [one.step for one in settled]
+
+    def spoil(self) -> None:
+        """Trouble: pending snapshots may hold it, and go from memory and disk."""
+        for one in self._pending:
+            self._discard(one)
 
     def forget(self) -> None:
         """Drop every snapshot in memory."""
         for one in list(self._ring):
             self._remove(one)
 
-    def spoil(self) -> list[int]:
-        """Trouble: pending snapshots may hold it, and go from memory and disk. Returns their steps."""
-        bad = self._pending
-        for one in bad:
-            self._discard(one)
-        return [one.step for one in bad]
+    def _discard(self, snapshot: Snapshot) -> None:
+        self._remove(snapshot, spoiled=True)
+        if self._store is not None:
+            self._store.discard(snapshot.serial)
+
+    def _remove(self, snapshot: Snapshot, *, spoiled: bool = False) -> None:
+        self._ring.remove(snapshot)
+        if snapshot is self._open:
+            self._open = None
+            snapshot.hold_back()
+        snapshot.spoiled, snapshot.copies = spoiled, None
+
+    # -- going back to one --------------------------------------------------------------------------------------------
 
     def restore(self, started: int | None = None) -> Restored | None:
         """Go back to the newest healthy snapshot, in place; None if there is none.
 
         Random generators and the data position stay, and pending snapshots go: what follows is another course of
-        training.
-
-        Args:
-            started: The step at which the trouble started, if it was found late: snapshots from after it go too, if
-                there is one from before.
+        training. If the trouble `started` at a known step, snapshots from after it go too, if there is one from before.
         """
         self.spoil()
         self.complete()
@@ -709,7 +651,7 @@ class SnapshotManager:
             one = self._ring[-1]
             try:
                 if one.copies is not None:
-                    self.state.check_fit(one.plain, one.sizes, f"the snapshot of step {one.step}")
+                    self.state.check_fit(one.plain, f"the snapshot of step {one.step}")
                     plain, tensors = one.plain, one.tensors()
                 else:
                     assert self._store is not None
@@ -729,17 +671,15 @@ class SnapshotManager:
         Call it before the first step. None if the folder holds none. Raises a `SnapshotError` and changes nothing if
         the snapshot does not fit.
         """
-        if self._store is None:
-            return None
         self.flush()
-        complete = self._store.complete
-        if not complete:
+        complete = self._store.complete if self._store is not None else []
+        if self._store is None or not complete:
             return None
         newest = complete[-1]
         plain, tensors, changed = self._store.read(newest.serial, self.state)
         self.state.restore(plain, tensors, position=not changed)
         self.forget()
-        healthy = [one for one in complete if one.healthy][-self._keep :]
+        healthy = [one for one in complete if one.healthy][-self._pace.keep :]
         self._ring = healthy if newest in healthy else [*healthy, newest]
         self._last_step = newest.step
         return Restored(newest.step, plain["extra"], changed)
@@ -753,19 +693,3 @@ class SnapshotManager:
         """Write what is left, and end. Returns whether all of it was done in time."""
         self.complete()
         return self._store.close(timeout) if self._store is not None else True
-
-    def _discard(self, snapshot: Snapshot) -> None:
-        self._remove(snapshot, spoiled=True)
-        if self._store is not None:
-            self._store.discard(snapshot.serial)
-
-    def _remove(self, snapshot: Snapshot, *, spoiled: bool = False) -> None:
-        self._ring.remove(snapshot)
-        if snapshot is self._open:
-            self._open = None
-            snapshot.hold_back()
-        snapshot.spoiled, snapshot.copies = spoiled, None
-
-
-def _is_buffer(name: str) -> bool:
-    return name.startswith("buffer/")  # a forward pass may change it before the parameters change

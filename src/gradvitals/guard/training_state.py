@@ -26,16 +26,12 @@ from gradvitals.distributed.shards import local, placements, unwrapped
 from gradvitals.errors import GradvitalsError
 from gradvitals.guard.actions import copy_all
 
-NO_PARAMETER = "(no parameter)"
-"""Stands in for the parameter's name in optimizer state that belongs to none."""
+NO_PARAMETER = "(no parameter)"  # stands in for the parameter's name in optimizer state that belongs to none
 
 DATA_FORMS = (
     "an object with state_dict and load_state_dict (a StatefulDataLoader, a sampler with state), or a pair of "
     "functions (get, set)"
 )
-
-Sizes = Mapping[str, tuple[torch.Size, torch.dtype]]
-"""Shapes and dtypes by name, of whole tensors if they are sharded."""
 
 
 class SnapshotError(GradvitalsError):
@@ -51,8 +47,7 @@ class TensorRef:
 
     name: str
     device: str
-    sharded: bool
-    """Whether it is a DTensor."""
+    sharded: bool  # whether it is a DTensor
 
 
 def split(tree: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -96,7 +91,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shapes and dtypes by name."""
+    """Shapes and dtypes by name, of whole tensors if they are sharded."""
     return {
         name: ((tensor if placements(tensor) else dense(tensor)).shape, tensor.dtype)
         for name, tensor in tensors.items()
@@ -107,36 +102,13 @@ def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch
 
 
 class TrainingState:
-    """Everything that a run needs to continue bit for bit.
-
-    Args:
-        model: The model; parameters and all buffers are kept.
-        optimizers: All that step it.
-        schedulers: Anything with `state_dict` and `load_state_dict` that follows the optimizer's steps.
-        scaler: A `torch.amp.GradScaler`, or something like it.
-        data: The position in the data: an object with `state_dict` and `load_state_dict`, or a pair of functions that
-            get and set the position.
-
-    Attributes:
-        cannot_restore: What will be missing after a resume, one phrase each.
-    """
+    """Everything that a run needs to continue bit for bit; see `Guard` for the arguments."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        *,
-        schedulers: Any = (),
-        scaler: Any = None,
-        data: Any = None,
+        self, model: nn.Module, optimizers: Any, *, schedulers: Any = (), scaler: Any = None, data: Any = None
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
         self.model = unwrapped(model)
         self.optimizers, self.schedulers, self.scaler = _as_list(optimizers), _as_list(schedulers), scaler
-        for one in self.optimizers:
-            if not isinstance(one, torch.optim.Optimizer):
-                raise TypeError(f"an optimizer is a {type(one).__name__}; expected a torch.optim.Optimizer")
         for one in self.schedulers:
             _expect_state(one, "scheduler", "a learning-rate scheduler with state_dict and load_state_dict")
         if scaler is not None:
@@ -148,7 +120,7 @@ class TrainingState:
         elif data is not None:
             _expect_state(data, "data", DATA_FORMS)
             self._get_position, self._set_position = data.state_dict, data.load_state_dict
-        self.cannot_restore = list(self._missing())
+        self.cannot_restore = list(self._missing())  # what will be missing after a resume, one phrase each
         for name, tensor in self.parameters().items():
             if tensor.is_meta:
                 raise ValueError(f"parameter {name} is on the meta device; build the Guard after it has values")
@@ -231,7 +203,7 @@ class TrainingState:
             "data": ["a position"] if self._get_position is not None else [],
         }
 
-    def check_fit(self, plain: Mapping[str, Any], sizes: Sizes, where: str) -> None:
+    def check_fit(self, plain: Mapping[str, Any], where: str) -> None:
         """Raise a `SnapshotError` that names the differences if a snapshot does not fit."""
         problems = [
             f"{part}: the snapshot has {_shown(plain['parts'][part])}, this run has {_shown(live)}"
@@ -239,7 +211,7 @@ class TrainingState:
             if plain["parts"][part] != live
         ]
         here = sizes_of(self.tensors())
-        there = {name: size for name, size in sizes.items() if name.startswith(("parameter/", "buffer/"))}
+        there = {name: size for name, size in plain["sizes"].items() if name.startswith(("parameter/", "buffer/"))}
         if missing := [name for name in here if name not in there]:
             problems.append(f"not in the snapshot: {_shown(missing)}")
         if unknown := [name for name in there if name not in here]:
@@ -253,7 +225,7 @@ class TrainingState:
                 "optimizers, schedulers, scaler and data as they were when it was taken, or use another folder."
             )
 
-    def sharded_like(self, plain: Mapping[str, Any], sizes: Sizes) -> dict[str, Tensor]:
+    def sharded_like(self, plain: Mapping[str, Any]) -> dict[str, Tensor]:
         """For each tensor of a snapshot that is sharded here, a live tensor that is sharded in the same way."""
         parameters = self.parameters()
         found = {name: tensor for name, tensor in self.tensors().items() if placements(tensor)}
@@ -261,20 +233,16 @@ class TrainingState:
             for name, shape in state.items():
                 owner = parameters.get(name)
                 if owner is not None and placements(owner):  # moments are sharded as their parameter is
-                    found |= {
-                        ref.name: owner
-                        for ref in refs(shape)
-                        if sizes[ref.name][0] == owner.shape and (ref.sharded or owner.dim())
-                    }
+                    for ref in refs(shape):
+                        if plain["sizes"][ref.name][0] == owner.shape and (ref.sharded or owner.dim()):
+                            found[ref.name] = owner
         return found
 
     def restore(self, plain: Mapping[str, Any], copies: Mapping[str, Tensor], *, position: bool) -> None:
         """Copy everything back, into the tensors that are there. The snapshot must fit.
 
-        Args:
-            plain: The plain values of `read` and `read_settings`.
-            copies: The tensors of both, as `dense` shows them.
-            position: Whether to restore random generators and the data position too.
+        `plain` and `copies` are from `read` and `read_settings`; `position` restores random generators and the data
+        position too.
         """
         parameters = self.parameters()
         pairs = [(dense(tensor), copies[name]) for name, tensor in self.tensors().items()]

@@ -38,7 +38,6 @@ class Vitals:
 
 
 VitalsHook = Callable[[Vitals], object]
-
 FactorsHook = Callable[[Sequence[Tensor], Sequence[Tensor], float], object]
 """Called with some parameters, the variance-reducing factors for their elements, and gamma."""
 
@@ -102,8 +101,7 @@ class Batch:
                 state["factor_avg"] = torch.zeros_like(state["exp_avg"], dtype=self.dtypes[1])
             state.setdefault("factor_step", 0)
         names = ("exp_avg", "exp_avg_sq", "step", *(("factor_avg",) if self.averaged else ()))
-        self.kept = {name: [state[name] for state in self.states] for name in names}
-        """The tensors of the state."""
+        self.kept = {name: [state[name] for state in self.states] for name in names}  # the tensors of the state
         self.strides = [parameter.stride() for parameter in self.parameters]
         wanted = {place: slices[p] for place, p in enumerate(self.parameters) if p in slices}
         self.chunks = Chunks([p.numel() for p in self.parameters], self.device, _kernels("adam").SPAN, wanted)
@@ -148,13 +146,10 @@ class FusedStep:
     """
 
     def __init__(self, optimizer: Any, needs: str) -> None:
-        self.optimizer, self.needs = optimizer, needs
-        """`needs` is the module of kernels to give up if a step fails."""
-        self.scaling: Scaling | None = None
-        """For the step in progress; None if it is AdamW's own."""
+        self.optimizer, self.needs = optimizer, needs  # `needs` is the module of kernels to give up if a step fails
+        self.scaling: Scaling | None = None  # for the step in progress; None if it is AdamW's own
         self.total_norm: Tensor | None = None
-        self.has_started = False
-        """Whether the step in progress has changed some weights."""
+        self.has_started = False  # whether the step in progress has changed some weights
         self._batches: list[Batch] = []
         self._members: list[list[int]] = []
         self._slices: Mapping[Tensor, int] = {}
@@ -171,13 +166,11 @@ class FusedStep:
             self._reachable = (known, bool(every) and all(kernels.usable(p) for p in every))
         if not self._reachable[1] or kernels.ready(self.needs) is None:
             return False
-        return not any(
-            group["amsgrad"]
-            or group["differentiable"]
-            or group["foreach"] is not None
-            or any(isinstance(beta, Tensor) for beta in group["betas"])
-            for group in groups
-        )
+        for group in groups:
+            plain = not (group["amsgrad"] or group["differentiable"] or group["foreach"] is not None)
+            if not plain or any(isinstance(beta, Tensor) for beta in group["betas"]):
+                return False
+        return True
 
     def collect(self, slices: Mapping[Tensor, int]) -> bool:
         """Collect the gradients. Return whether kernels can make the step with them."""
@@ -286,22 +279,14 @@ class FusedStep:
                 gamma=group["gamma"],
             )
             used += ["noises", *(["factor_avg"] if batch.averaged else []), *(["factors"] if factors else [])]
-        prepared = adam.prepare(
-            table("step", kept["step"]),
-            len(kept["step"]),
-            rule,
-            squares=squares,
-            max_norm=max_norm,
-            **amp,
-            reduction=reduction,
-        )
+        more = {**amp, "reduction": reduction}
+        steps = table("step", kept["step"])
+        prepared = adam.prepare(steps, len(kept["step"]), rule, squares=squares, max_norm=max_norm, **more)
         tables = adam.Tables(*addresses.values(), dtypes=batch.dtypes, aligned=all(at[name].aligned for name in used))
         stochastic = optimizer.stochastic_rounding and batch.dtypes[0] == torch.bfloat16
         seed = torch.initial_seed() % 2**31 + 7919 * batch.group if stochastic else None
         try:
-            sums = adam.update(
-                batch.chunks, tables, rule, prepared, vitals=vitals, **amp, seed=seed, reduction=reduction
-            )
+            sums = adam.update(batch.chunks, tables, rule, prepared, vitals=vitals, seed=seed, **more)
         except Exception:
             if not self.has_started:
                 torch._foreach_sub_(kept["step"], 1.0)
@@ -340,8 +325,7 @@ def _grad(parameter: Tensor) -> Tensor:
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------
 
-ASKS_FOR_AMSGRAD = "amsgrad" in inspect.signature(torch.optim.AdamW._init_group).parameters
-"""Until torch 2.6."""
+ASKS_FOR_AMSGRAD = "amsgrad" in inspect.signature(torch.optim.AdamW._init_group).parameters  # until torch 2.6
 
 
 class AdamW(torch.optim.AdamW):
@@ -400,19 +384,8 @@ class AdamW(torch.optim.AdamW):
         if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
             raise ValueError(f"max_norm is {max_norm!r}; expected a norm above 0, e.g. 1.0, or None")
         self._start_fused(max_norm, stochastic_rounding)
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        ways: dict[str, Any] = dict(foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **ways)
 
     def _start_fused(self, max_norm: float | None, stochastic_rounding: bool) -> None:
         self.max_norm = max_norm
@@ -564,23 +537,10 @@ def _step_in_float32(optimizer: Any, clip_factor: Tensor | None) -> None:
         ]
         if clip_factor is not None:
             wide[1] = [grad * clip_factor.to(grad.device, grad.dtype) for grad in wide[1]]
-        adamw(
-            wide[0],
-            wide[1],
-            wide[2],
-            wide[3],
-            wide[4],
-            lists[4],
-            foreach=group["foreach"],
-            capturable=group["capturable"],
-            amsgrad=group["amsgrad"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=group["maximize"],
-        )
+        names = ("foreach", "capturable", "amsgrad", "lr", "weight_decay", "eps", "maximize")
+        beta1, beta2 = group["betas"]
+        settings = {name: group[name] for name in names}
+        adamw(wide[0], wide[1], wide[2], wide[3], wide[4], lists[4], beta1=beta1, beta2=beta2, **settings)
         for parameter, new in zip(params, wide[0], strict=True):
             if new is not parameter:
                 parameter.copy_(_rounded(new))

@@ -93,16 +93,8 @@ class LAMB(Layerwise):
         foreach: bool | None = None,
     ) -> None:
         _check_settings(lr=lr, eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": False,
-        }
-        super().__init__(params, defaults)
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, maximize=maximize, foreach=foreach)
+        super().__init__(params, {**defaults, "differentiable": False})
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> None:
         beta1, beta2 = group["betas"]
@@ -173,23 +165,13 @@ class LARS(Layerwise):
         maximize: bool = False,
         foreach: bool | None = None,
     ) -> None:
-        _check_settings(
-            lr=lr, eps=eps, weight_decay=weight_decay, momentum=momentum, trust_coefficient=trust_coefficient
-        )
+        numbers = dict(lr=lr, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        numbers["trust_coefficient"] = trust_coefficient
+        _check_settings(**numbers)
         if nesterov and not momentum:
             raise ValueError("nesterov is True and momentum 0; expected a momentum, e.g. 0.9")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": False,
-        }
-        super().__init__(params, defaults)
+        defaults = dict(nesterov=nesterov, maximize=maximize, foreach=foreach, differentiable=False)
+        super().__init__(params, {**numbers, **defaults})
 
     def _update(self, group: dict[str, Any], parameters: list[Tensor], grads: list[Tensor]) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]

@@ -30,8 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from gradvitals import kernels
 from gradvitals.kernels.tables import ALIGNMENT
 
-BLOCK_BYTES = 256 * 2**20
-"""Size of a block of parameters, which bounds the temporary memory of a step."""
+BLOCK_BYTES = 256 * 2**20  # size of a block of parameters, which bounds the temporary memory of a step
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Block:
         self.kind = kind
         self.parameters = list(parameters)
         self.noises = [torch.zeros_like(parameter, dtype=kind.noise_dtype) for parameter in parameters]
-        self.cache: dict[str, Any] = {}
-        """What users of the block compute once."""
+        self.cache: dict[str, Any] = {}  # what users of the block compute once
 
     def fits(self) -> bool:
         """Return whether the parameters still have the device, dtype and shape that they had."""
@@ -95,35 +93,23 @@ class Entry:
     """The state of one parameter. Its hooks hold it, because looking up by tensor is slow."""
 
     weak: weakref.ref[Tensor]
-    dtype: torch.dtype
-    """The parameter's dtype when `noise` was allocated."""
+    dtype: torch.dtype  # the parameter's dtype when `noise` was allocated
     handles: tuple[RemovableHandle, ...] = ()
     before: Mapping[int, Any] = field(default_factory=dict)
     """All hooks that see a gradient before it is added, including ours."""
-    after: Mapping[int, Any] | None = None
-    """All hooks that run after it was added."""
+    after: Mapping[int, Any] | None = None  # all hooks that run after it was added
     group: int = 0
     noise_dtype: torch.dtype | None = None
-    count: int = 0
-    """Gradients received since the last step."""
-    noise: Tensor | None = None
-    """Accumulates squared deviations; valid if `touched`."""
-    readable: bool = False
-    """Whether kernels can read `noise`."""
-    touched: bool = False
-    """Whether `noise` has deviations since the last step."""
-    dirty: bool = False
-    """Whether `noise` is stale if not `touched`."""
-    arriving: Tensor | None = None
-    """A part that autograd is about to add to ``.grad``."""
-    empty: bool = False
-    """Whether the gradient is None: autograd then adds nothing, but calls hooks."""
-    taken: Tensor | None = None
-    """``.grad``, while it is hidden from autograd."""
-    pending: bool = False
-    """Whether a part is held back."""
-    norm: Tensor | None = None
-    """The norm of ``.grad`` when backward ended."""
+    count: int = 0  # gradients received since the last step
+    noise: Tensor | None = None  # accumulates squared deviations; valid if `touched`
+    readable: bool = False  # whether kernels can read `noise`
+    touched: bool = False  # whether `noise` has deviations since the last step
+    dirty: bool = False  # whether `noise` is stale if not `touched`
+    arriving: Tensor | None = None  # a part that autograd is about to add to ``.grad``
+    empty: bool = False  # whether the gradient is None: autograd then adds nothing, but calls hooks
+    taken: Tensor | None = None  # ``.grad``, while it is hidden from autograd
+    pending: bool = False  # whether a part is held back
+    norm: Tensor | None = None  # the norm of ``.grad`` when backward ended
 
     def forget(self) -> None:
         """Discard all parts."""
@@ -132,8 +118,7 @@ class Entry:
         self.arriving = self.taken = self.norm = None
 
 
-MAX_SETS = 256
-"""Sets of tensors to keep tables for."""
+MAX_SETS = 256  # sets of tensors to keep tables for
 
 
 class HeldParts:
@@ -184,14 +169,10 @@ def on_current_stream(held: HeldParts, device: torch.device) -> None:
 class PartBatch:
     """One part of each of some parameters' gradients, on one device."""
 
-    count: int
-    """Number of parts including this one; at least 2."""
-    added: bool
-    """Whether the sums already include these parts."""
-    fresh: bool
-    """Whether there are no deviations yet and their memory is uninitialized."""
-    readable: bool
-    """Whether kernels can read the deviations, and so any tensor with the same layout."""
+    count: int  # number of parts including this one; at least 2
+    added: bool  # whether the sums already include these parts
+    fresh: bool  # whether there are no deviations yet and their memory is uninitialized
+    readable: bool  # whether kernels can read the deviations, and so any tensor with the same layout
     tensors: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     """For each parameter the part, the sum of all parts, and the sum of their squared deviations."""
 
@@ -248,15 +229,9 @@ class PartAdder:
                 adding = module.Adding(sizes, total.device)
             self._sets[key] = adding  # now the newest
             self._drop_oldest()
-            adding.add(
-                parts,
-                totals,
-                noises,
-                count=some.count,
-                rounding=rounding_of(total.dtype, some.count) / some.count**2,
-                added=some.added,
-                fresh=some.fresh,
-            )
+            rounding = rounding_of(total.dtype, some.count) / some.count**2
+            ways = {"added": some.added, "fresh": some.fresh}
+            adding.add(parts, totals, noises, count=some.count, rounding=rounding, **ways)
         except Exception as error:
             kernels.give_up("vrgd", error, "torch adds the parts of batches")
             return False
@@ -300,8 +275,7 @@ def rounding_of(dtype: torch.dtype, num_parts: int) -> float:
 HELD_BYTES = 16 * 2**20
 """Size of gradients held back to be compared together; small, so that they are still in the GPU's cache."""
 
-ADDED_BYTES = 256 * 2**20
-"""Size of gradients held back to be added and compared together, which reads them once."""
+ADDED_BYTES = 256 * 2**20  # size of gradients held back to be added and compared together, which reads them once
 
 
 class GradientParts:
@@ -337,12 +311,9 @@ class GradientParts:
         return self._entries[parameter].count
 
     def follow(self, parameters: Iterable[Tensor], *, group: int, dtype: torch.dtype | None) -> None:
-        """Start to collect the gradients of these parameters.
+        """Start to collect the gradients of these parameters, which are leaves.
 
-        Args:
-            parameters: Leaves that backward reaches.
-            group: Index of their group. A block has parameters of one group.
-            dtype: Of their accumulators. None: float32, or float64 for float64 parameters.
+        `dtype` is that of their accumulators. None: float32, or float64 for float64 parameters.
         """
         for parameter in parameters:
             check_parameter(parameter)

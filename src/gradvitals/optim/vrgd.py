@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 # -- options --------------------------------------------------------------------------------------------------------
 
 MIN_PARTS = 2
-ENOUGH_PARTS = 6
-"""With fewer parts, r has no finite variance under pure noise; below 4 it has no finite mean either."""
+ENOUGH_PARTS = 6  # with fewer parts, r has no finite variance under pure noise; below 4 it has no finite mean either
 
 HOW_TO_GET_MORE = (
     "split the batch: call backward() on several micro-batches before each step(), 8 for example; or, under "
@@ -48,7 +47,6 @@ GammaSchedule = Callable[[int], float]
 PaperGranularity = Literal["tensor", "layer", "row"]
 WienerGranularity = Literal["element", "row", "tensor", "hierarchical"]
 Granularity = PaperGranularity | WienerGranularity
-
 GRANULARITIES: dict[str, tuple[str, ...]] = {"paper": get_args(PaperGranularity), "wiener": get_args(WienerGranularity)}
 DEFAULT_GRANULARITY = {"paper": "tensor", "wiener": "hierarchical"}
 
@@ -110,24 +108,19 @@ class GradientBlock:
     """The gradients of one block of parameters, and what is needed to scale them."""
 
     parameters: list[Tensor]
-    grads: list[Tensor]
-    """Sums of `num_added` parts. They are scaled in place."""
-    noises: list[Tensor]
-    """Summed squared deviations of `num_parts` parts; a value that is not positive means no noise."""
+    grads: list[Tensor]  # sums of `num_added` parts. They are scaled in place.
+    noises: list[Tensor]  # summed squared deviations of `num_parts` parts; a value that is not positive means no noise
     num_added: int
-    num_parts: int
-    """More than `num_added` if gradients are averages over ranks."""
+    num_parts: int  # more than `num_added` if gradients are averages over ranks
     gamma: float
     rule: str | Rule
     granularity: str
     layers: list[str]
     averages: list[Tensor | None]
     """Moving averages of the factors, None before the first. Empty if the group keeps none."""
-    weights: Sequence[float | Tensor]
-    """Weights of the new factors in the averages."""
+    weights: Sequence[float | Tensor]  # weights of the new factors in the averages
     foreach: bool
-    block: Block | None
-    """The block, if all of its parameters have gradients."""
+    block: Block | None  # the block, if all of its parameters have gradients
 
 
 def _moments(block: GradientBlock, position: int) -> tuple[Tensor, Tensor]:
@@ -174,9 +167,7 @@ def factors_by_layer(blocks: Sequence[GradientBlock]) -> dict[int, list[Tensor]]
 def averaged(block: GradientBlock, factors: list[Tensor]) -> list[Tensor]:
     """Update the moving averages with this step's factors, in place, and return them.
 
-    Args:
-        block: Has the averages.
-        factors: Of this step. They become the average if there is none yet.
+    Factors become the average if there is none yet.
     """
     # A new average gets its own memory, laid out like the gradient.
     used = [
