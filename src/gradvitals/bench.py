@@ -278,12 +278,12 @@ class Task:
 class CostLog:
     """What recording took on the training thread, step by step. Wraps what the loop calls, in this process.
 
-    Until it is `frozen`, schedules adapt, from the first step on: the default starts to do so only after a second of
-    work.
+    It measures only while it is `on`, in steps that are not timed: to measure takes time too. Until it is `frozen`,
+    schedules adapt, from the first step on: the default starts to do so only after a second of work.
     """
 
     def __init__(self) -> None:
-        self.frozen = False
+        self.frozen = self.on = False
         self.costs: list[tuple[str, float]] = []  # one of `KINDS`, and microseconds
         self.every = 0
         self._spent = 0.0
@@ -302,6 +302,8 @@ class CostLog:
             setattr(owner, name, _around(getattr(owner, name), wrapper))
 
     def _time(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if not self.on:
+            return original(*args, **options)
         started = time.perf_counter()
         try:
             return original(*args, **options)
@@ -320,7 +322,8 @@ class CostLog:
         self._time(original, *args)
         kind, seconds = self._step
         # A full reading has costs that no call of the loop shows: its hooks in backward.
-        self.costs.append((kind, 1e6 * (seconds if kind == "full" else self._spent)))
+        if self.on or kind == "full":
+            self.costs.append((kind, 1e6 * (seconds if kind == "full" else self._spent)))
         self._spent, self._step = 0.0, ("plain", 0.0)
 
     def _account(self, account: Callable[..., bool], own: ReadSchedule, *, full: bool, **costs: Any) -> bool:
@@ -361,19 +364,27 @@ def train(task: Task, commands: Iterator[str]) -> Iterator[dict[str, Any]]:
     elif task.variant in BY_HAND:
         observe = partial(_for_each_gradient, BY_HAND[task.variant], list(training.model.parameters()))
     number = 0
-    for command in chain([first], commands):
-        log.costs.clear()
-        cpu_started, started = time.process_time(), time.perf_counter()
-        for _ in range(int(command)):
+
+    def make(steps: int) -> None:
+        nonlocal number
+        for _ in range(steps):
             loss = training.step(observe)
             number += 1
             if number % LOG_EVERY == 0:
                 loss.item()
         if training.device.type == "cuda":
             torch.cuda.synchronize(training.device)
+
+    for command in chain([first], commands):
+        log.costs.clear()
+        cpu_started, started = time.process_time(), time.perf_counter()
+        make(int(command))
         wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-        yield {"wall": wall, "cpu": cpu, "costs": log.costs, "every": log.every}
-        log.frozen = True
+        had_full = bool(log.costs)
+        log.on = True
+        make(COST_STEPS)
+        log.on, log.frozen = False, True
+        yield {"wall": wall, "cpu": cpu, "full": had_full, "costs": log.costs, "every": log.every}
     if monitor is not None:
         monitor.close()
 
@@ -399,6 +410,9 @@ KINDS = ("plain", "norm", "full")
 
 TURN_STEPS = 200
 """Long enough that the worker, which looks at the journal once per second, works as in a run of its own."""
+
+COST_STEPS = 20
+"""Steps at the end of a turn that are not timed: what recording takes is measured in them."""
 
 KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_MMAP_MAX_": "0"}
 """For glibc, which otherwise gives freed memory back and asks for it again at every step, or never, by luck."""
@@ -497,7 +511,7 @@ class Round:
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Add one turn."""
-        self.turns.append((answer["wall"] / TURN_STEPS, any(kind == "full" for kind, _ in answer["costs"])))
+        self.turns.append((answer["wall"] / TURN_STEPS, answer["full"]))
         self.costs += answer["costs"]
         self.every = answer["every"]
         self.cpu_seconds += answer["cpu"]
@@ -636,7 +650,7 @@ def summarize(rounds: Sequence[Round], bare: Sequence[Round]) -> dict[str, Any]:
         "mean_ratio": statistics.median(one.mean / base.mean for one, base in pairs),
         "cpu_ratio": statistics.median(one.cpu_seconds / base.cpu_seconds for one, base in pairs),
         "host_us": {kind: statistics.median(costs[kind]) for kind in KINDS if kind in costs},
-        "timed": {kind: len(costs[kind]) for kind in KINDS if kind in costs},
+        "measured": {kind: len(costs[kind]) for kind in KINDS if kind in costs},
         "every": [one.every for one in rounds if one.every],
         "ratios": ratios,
     }
@@ -707,8 +721,8 @@ def notes(found: Mapping[str, Any]) -> list[str]:
     for variant, one in found["variants"].items():
         if one["every"]:
             span = " to ".join(map(str, sorted({min(one["every"]), max(one["every"])})))
-            kinds = ", ".join(f"{count:,} {kind}" for kind, count in one["timed"].items())
-            lines.append(f"{variant}: a full reading every {span} steps; timed: {kinds}")
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in one["measured"].items())
+            lines.append(f"{variant}: a full reading every {span} steps; measured: {kinds}")
     return lines
 
 
