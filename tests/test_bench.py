@@ -60,7 +60,7 @@ def test_what_recording_costs_is_reported_by_kind_of_step() -> None:
     found = bench.summarize([one], rounds(0.5 / TURN_STEPS))
     assert found["cpu_ratio"] == pytest.approx(1.25)
     assert found["host_us"] == {"plain": 20.0, "full": 900.0}
-    assert found["timed"] == {"plain": 3, "full": 1}
+    assert found["measured"] == {"plain": 3, "full": 1}
     assert found["ratio"] == pytest.approx(1.0)
     assert one.turns == [(0.5 / TURN_STEPS, True)]
 
