@@ -634,6 +634,70 @@ class LossUnbounded(Rule):
 
 @register
 @dataclass
+class Outweighed(Rule):
+    """The loss falls, and the error of the outputs does not: its other terms decide what is learned."""
+
+    id = "outweighed"
+    family = "loss"
+    needs = ("head/error", "target/trivial_error")
+    expects_fall = True
+    judges_after = 150
+    is_setup = True
+    message = Message(
+        name="Error outweighed",
+        pattern=(
+            "The loss has other terms besides the error of the outputs. When the run ends it has fallen, and the error "
+            "is still no better than that of predicting the mean or the class frequencies."
+        ),
+        title="The error of the outputs is still {error}, as without any input, although the loss fell to {loss}",
+        causes={
+            "penalty": "A penalty on the weights outweighs the error: it is cheaper to shrink weights than to learn",
+            "term": (
+                "Another term of the loss outweighs the error, such as a KL term that is summed while the error is "
+                "averaged: the model fulfills that term and ignores its inputs"
+            ),
+        },
+        fixes={
+            "penalty": "Lower the factor of the penalty, to a hundredth for a start",
+            "term": (
+                "Sum or average all terms over the same samples and elements, and lower the factor of the term that "
+                "outweighs the error"
+            ),
+        },
+        snippets={"term": "loss = error.sum(1).mean() + beta * kl.sum(1).mean()  # both per sample; beta: 1 or less"},
+        is_certain=True,
+        passed="the error of the outputs fell with the loss",
+    )
+
+    LEFT = 0.9  # error over that of a trivial prediction
+    FELL = 0.1  # share of the first loss that the loss has fallen by
+    READINGS = 4
+
+    errors: list[float] = field(default_factory=list, init=False)
+    """The last errors of the outputs."""
+
+    def check(self, step: Step) -> Observation | None:
+        if "head/error" in step.values:
+            self.errors = [*self.errors, step.values["head/error"]][-self.READINGS :]
+        return None
+
+    def conclude(self, step: Step) -> Observation | None:
+        trivial, classes = step.fact("target/trivial_error"), step.fact("head/softmax_units")
+        if len(self.errors) < self.READINGS or not trivial > 0 or classes > step.fact("head/samples"):
+            return None
+        error, start = float(np.median(self.errors)), float(np.mean(step.first_losses or [math.nan]))
+        loss = float(np.median(step.history["loss"].last(20)))
+        fell = start - loss > self.FELL * abs(start)
+        if step.number < self.judges_after or not (error > self.LEFT * trivial and fell):
+            return None
+        seen = {"error": error, "trivial": trivial, "loss": loss, "first_loss": start}
+        key = "penalty" if step.fact("head/penalty") == 1 else "term"
+        expected = {"error": f"under {self.LEFT * trivial:.3g}"}
+        return Observation(severity="warning", seen=seen, expected=expected, since=0, key=key)
+
+
+@register
+@dataclass
 class StillFalling(Rule):
     """The run ended while its loss was still falling."""
 
@@ -737,16 +801,23 @@ class Memorizing(Rule):
         pattern=(
             "The validation loss has risen by 20% or more from its lowest, while the training loss kept falling: a "
             "note, or a warning once a quarter of what validation had gained is lost again. Or it stands still at over "
-            "ten times the training loss, with a fifth of the first loss left: a warning."
+            "ten times the training loss, with a fifth of the first loss left: a warning. Or it is far above even the "
+            "loss of the untrained model: a warning."
         ),
         title="{what}, while the training loss fell to {loss}",
         causes={
-            "memorizes": "The model memorizes the training data: since step {at}, what it learns does not generalize"
+            "memorizes": "The model memorizes the training data: since step {at}, what it learns does not generalize",
+            "differs": (
+                "The validation data differs from the training data: it is scaled, normalized or encoded another way, "
+                "or its loss is a sum and not a mean"
+            ),
         },
         fixes={
+            "differs": "Preprocess validation data with the same steps, and the training data's mean and deviation",
             "stop": "Stop at about step {steps_proposed} and keep the weights with the lowest validation loss",
             "regularize": "Add dropout, weight decay or data augmentation, use a smaller model, or more data",
         },
+        only_if_chosen=("differs",),
         snippets={"stop": "if val_loss < best:\n    best = val_loss\n    torch.save(model.state_dict(), 'best.pt')"},
         passed="the validation loss did not rise while the training loss fell",
     )
@@ -757,6 +828,7 @@ class Memorizing(Rule):
     LOST = 0.25  # share of what validation had gained since the start of the run
     APART = 10.0  # validation loss over training loss from which nearly all that was learned since is memorized
     LEFT = 0.2  # share of the trivial loss, or of the first ones, that validation has left for that
+    OTHER = 3.0  # lowest validation loss over the first losses, and over training's, that the same data cannot have
 
     best: float = field(default=math.inf, init=False)
     best_step: int = field(default=0, init=False)
@@ -777,15 +849,21 @@ class Memorizing(Rule):
         stands = train < val / self.APART and self.best > self.LEFT * min(first, step.trivial_loss)
         # What is apart by so much at the best validation too has another reason: another loss, or other data.
         stands &= step.number > 2 * self.best_step and self.train_then > 2 * train
-        if self.count < self.FEWEST or not (rose or stands):
+        other = self.best > self.OTHER * max(first, self.train_then) and first > 0 and train < first
+        if self.count < self.FEWEST or not (rose or stands or other):
             return None
         how = f"rose from {number(self.best)} at step {self.best_step:,} to" if rose else "stands still at"
         seen = {"best": self.best, "at": self.best_step, "val": val, "loss": train}
-        harms = stands or val - self.best > self.LOST * (first - self.best)
+        harms = stands or other or val - self.best > self.LOST * (first - self.best)
+        what, keys = f"The validation loss {how} {number(val)}", ("differs",) if other else ()
+        if other:
+            what = f"The validation loss was never below {number(self.best)}"
         return Observation(
             severity="warning" if harms else "info",
             seen=seen | {"steps_proposed": self.best_step + 1},
             expected={"val": self.best},
-            text={"what": f"The validation loss {how} {number(val)}"},
+            text={"what": what},
             since=self.best_step,
+            causes=keys,
+            fixes=keys,
         )

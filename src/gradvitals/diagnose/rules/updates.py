@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from gradvitals.format import percent
 from gradvitals.types import Severity
 
 HALF = ("float16", "bfloat16")
+NAMELESS = re.compile(r"group\d+\.\d+$")
+"""The name of a parameter that is in an optimizer and in no module of the model."""
 
 
 def resized(kept: Floats, size: int) -> Floats:
@@ -48,6 +51,10 @@ class DeadTensor(Rule):
         title="{where} had no gradient for {steps} steps",
         causes={
             "unused": "{first} has had no gradient since step {at}: the forward pass does not use it, or detaches it",
+            "replaced": (
+                "The optimizer holds parameters that are not in the model: a layer was replaced after the optimizer "
+                "was created, which does not have the new one, so that it is never trained"
+            ),
             "died": "All units after {first} are off: a ReLU whose inputs are all negative passes no gradient back",
             "zero": "The gradient of {first} is exactly zero: its output is multiplied by zero or masked later",
             "first_step": (
@@ -65,6 +72,7 @@ class DeadTensor(Rule):
             "unused": (
                 "Find where the forward pass skips {first}: .detach(), no_grad(), or a branch that is never taken"
             ),
+            "replaced": "Create the optimizer after the last change to the model: the new layer is not in it",
             "died": "Start again with a lower learning rate or smaller weights, or use LeakyReLU or GELU",
             "zero": "Check what multiplies the output of {first}: a mask, a gate, or weights that start at zero",
             "first_step": "Use the last time step: out[:, -1] with batch_first=True, out[-1] without",
@@ -73,7 +81,8 @@ class DeadTensor(Rule):
             "cancels": "No action needed: it does no harm; you can also create the layer with bias=False",
             "intended": "If it is meant to be frozen, set requires_grad to False and remove it from the optimizer",
         },
-        only_if_chosen=("rounded", "cancels", "first_step"),
+        only_if_chosen=("rounded", "cancels", "first_step", "replaced"),
+        snippets={"replaced": "optimizer = type(optimizer)(model.parameters(), lr=...)"},
         passed="every tensor has a gradient",
     )
 
@@ -135,7 +144,9 @@ class DeadTensor(Rule):
         if self.alive[dead[0]]:
             return ("cut_off",) if missing else ("died",)
         if missing:
-            return ("unused",)
+            outside = all(NAMELESS.match(infos[int(index)].name) for index in dead)
+            inside = any(not NAMELESS.match(info.name) for info in infos)
+            return ("replaced",) if outside and inside else ("unused",)
         if all("weight_hh" in infos[int(index)].name for index in dead):
             return ("first_step",)
         learning = {info.layer for info in infos if len(info.shape) > 1 and not self.zero_for[info.index]}
@@ -225,6 +236,83 @@ class DeadUnits(Rule):
             expected={"dead": f"under {self.share:g}"},
             tensors=step.names(chosen[:MAX_NAMED]),
             since=0 if cause == "start" else None,
+            key=cause,
+        )
+
+
+@register
+@dataclass
+class SaturatedUnits(Rule):
+    """Most outputs of a sigmoid or tanh are at its flat ends from the start, where hardly any gradient passes."""
+
+    id = "saturated_units"
+    family = "updates"
+    is_symptom = True
+    needs = ("tensors:activation/saturated_fraction",)
+    reads = "tensors"
+    judges_after = 30
+    closes_after = 100
+    holds = True
+    message = Message(
+        name="Saturated units",
+        pattern=(
+            "At the first step, half of a layer's outputs or more are at the flat ends of their sigmoid or tanh, and "
+            "they stay there."
+        ),
+        title="{saturated:%} of the outputs of {first} are saturated: its sigmoid or tanh is flat there",
+        causes={
+            "weights": (
+                "The initial weights are too large: outputs were at the ends of their range from the first step, where "
+                "hardly any gradient passes back"
+            ),
+            "inputs": (
+                "The inputs are not scaled (their mean is up to {offset}, their spread up to {spread}): they saturate "
+                "the first layer from the first step, and hardly any gradient passes back"
+            ),
+        },
+        fixes={
+            "weights": "Keep torch's default initialization, or use nn.init.xavier_normal_ for {first}",
+            "inputs": "Standardize the inputs by their mean and standard deviation on the training data",
+        },
+        changes={"weights": {"initialization": "default"}, "inputs": {"inputs": "standardize"}},
+        snippets={
+            "weights": "nn.init.xavier_normal_(layer.weight)",
+            "inputs": "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)",
+        },
+        is_certain=True,
+        passed="no layer is saturated",
+    )
+
+    EARLY, LASTING = 2, 30  # steps from the start, and steps that it must last
+    LARGE = 3.0  # mean or spread of an input column that can saturate a layer
+    HEALTHY = 0.1  # loss over that of a trivial prediction, under which nothing is left to complain about
+
+    share: float = 0.5
+    """Share of a layer's outputs."""
+
+    first: list[int] = field(default_factory=list, init=False)
+    """Tensors whose layer was saturated from the start."""
+    inputs: dict[str, float] = field(default_factory=dict, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        shares = step.tensors("activation/saturated_fraction")
+        if shares is None:
+            return None
+        high = np.flatnonzero(np.nan_to_num(np.asarray(shares)) >= self.share)
+        if step.number <= self.EARLY and not self.inputs:
+            self.first = [int(index) for index in high if step.layout.tensors[int(index)].shape[0] > 1]
+            self.inputs = {name: step.fact(f"input/{name}") for name in ("offset", "spread_high")}
+        chosen = [index for index in self.first if index in high]
+        if not chosen or step.number < self.LASTING or step.loss_left < self.HEALTHY:
+            return None
+        offset, spread = self.inputs["offset"], self.inputs["spread_high"]
+        cause = "inputs" if chosen[0] == 0 and max(offset, spread) > self.LARGE else "weights"
+        return Observation(
+            severity="warning",
+            seen={"saturated": float(shares[chosen[0]]), "layers": len(chosen), "offset": offset, "spread": spread},
+            expected={"saturated": f"under {self.share:g}"},
+            tensors=step.names(chosen[:MAX_NAMED]),
+            since=0,
             key=cause,
         )
 
