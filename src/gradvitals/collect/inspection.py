@@ -37,6 +37,8 @@ FIRST_STEPS = 10
 MAX_NODES = 20_000
 DRAWN_AGAIN = 6
 """Copies of the same batch in a row that are no coincidence."""
+MAX_COLUMNS = 4096
+"""Input columns that are compared with the target."""
 MANY_MORE = 4
 """Times as many samples that a script has, at least, if a batch is only a part of them."""
 MAX_SAMPLES = 512
@@ -385,9 +387,11 @@ class Inspection:
         modes = _mode_numbers(table.model, graph)
         if self._first:
             found |= head.numbers()
-            found |= _text_numbers(entry, head)
+            found |= _text_numbers(entry, head, graph)
+            found |= _leak_numbers(entry, head)
             found |= self._layer_numbers(graph)
             found |= _mixing_numbers(graph, head)
+            found |= _padding_numbers(graph, entry)
             found["body/time_first"] = float(self._reads_samples_as_time(graph, head))
             if entry is not None and self._is_drawn_again(entry, found):
                 found["input/part"] = 1.0
@@ -749,6 +753,9 @@ class Head:
         products = [node for node in self.nodes if _is(node, ("MmBackward", "BmmBackward"))]
         found["head/products"] = float(bool(products))
         found["head/dropout"] = float(any(_is(node, ("NativeDropoutBackward",)) for node in self.nodes))
+        masks = [self._constant(node) for node in self.nodes if _is(node, ("MulBackward",))]
+        if dropped := [_is_dropout(mask).float() for mask in masks if mask is not None and mask.numel() > 1]:
+            found["head/dropout"] = torch.stack(dropped).amax()
         found["head/normalized"] = float(any(_is(node, NORMS[:2]) for node in (*self.nodes, *last)))
         found["head/chosen"] = float(any(_is(node, ("GatherBackward", "IndexBackward")) for node in self.nodes))
         found["head/scaled"] = float(any(_is(n, ("MulBackward", "DivBackward", "AddBackward")) for n in self.nodes))
@@ -940,8 +947,14 @@ def _is_about_costs() -> bool:
     frame: Any = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "gradvitals"):
         frame = frame.f_back
-    names = "" if frame is None else " ".join((*frame.f_code.co_names, *frame.f_code.co_varnames)).lower()
-    return any(word in names for word in ("cost", "regret", "penalt", "energy", "elbo"))
+    names = () if frame is None else (*frame.f_code.co_names, *frame.f_code.co_varnames)
+    return any(word in ("cost", "costs", "elbo", "energy") for name in names for word in name.lower().split("_"))
+
+
+def _is_dropout(mask: Tensor) -> Tensor:
+    """Whether a factor is what dropout multiplies by on a CPU: zeros and one number over 1."""
+    most = mask.amax()
+    return ((mask == 0) | (mask == most)).all() & (mask == 0).any() & (most > 1) & mask.is_floating_point()
 
 
 def _sign_of_log(node: Any) -> float:
@@ -1073,7 +1086,7 @@ def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
         "input/checksum": (clean.reshape(-1) * ramp).mean(),
         "input/part": float(data.untyped_storage().nbytes() > 4 * _extent(data)),
         "input/normalized": float(_is(layer, NORMS)),
-        "input/misread": float(_is_misread(data)),
+        "input/misread": float(_is_misread(getattr(layer, "_saved_input", data))),
     }
     return found
 
@@ -1097,6 +1110,20 @@ def _mixing_numbers(graph: Graph, head: Head) -> dict[str, Tensor | float]:
     return found
 
 
+def _padding_numbers(graph: Graph, entry: Any) -> dict[str, Tensor | float]:
+    """Returns how much of what a recurrent layer read last is padding, if only its last step is used."""
+    ids = _saved(entry, "indices") if entry is not None and _is(entry, LOOKUPS) else None
+    nodes = [*graph.others, *graph.head]
+    recurrent = [node for node in graph.layers if _is(node, RECURRENT)]
+    last = [n for n in nodes if _is(n, ("SelectBackward",)) and getattr(n, "_saved_index", 0) in (-1, (1 << 64) - 1)]
+    packed = any(_is(node, ("PackPadded",)) for node in nodes)
+    if ids is None or ids.dim() != 2 or ids.shape[1] < 4 or not (recurrent and last) or packed:
+        return {}
+    ids = ids[:MAX_SAMPLES]
+    same = (ids == ids[:, -1:].mode(0).values).flip(1).cummin(1).values  # from the end on
+    return {"input/padded": same.float().mean()}
+
+
 def _is_misread(data: Tensor) -> bool:
     """Whether a view gave the data another order of dimensions than it has in memory, as a permutation would not."""
     base = data._base
@@ -1111,17 +1138,57 @@ def _is_misread(data: Tensor) -> bool:
     return before != after and sorted(before) == sorted(after)
 
 
-def _text_numbers(entry: Any, head: Head) -> dict[str, Tensor | float]:
+def _leak_numbers(entry: Any, head: Head) -> dict[str, Tensor | float]:
+    """Returns whether a column of the inputs is the target."""
+    data = _saved(entry, "mat1") if entry is not None and not _is(entry, LOOKUPS) else None
+    given = head.labels if head.labels is not None else head.targets
+    if (
+        data is None
+        or given is None
+        or not 1 < data.shape[1] <= MAX_COLUMNS
+        or given.numel() != len(data)
+        or len(data) < 8
+    ):
+        return {}
+    values, target = data[:MAX_SAMPLES].float(), given.reshape(-1)[:MAX_SAMPLES].float()
+    if head.labels is None and head.loss not in ("bce", "bce_logits"):
+        return {"input/leak": (values == target[:, None]).all(0).any().float() * (target.std() > 0)}
+    values, target = values - values.mean(0), target - target.mean()
+    size = values.norm(dim=0) * target.norm()
+    return {"input/leak": ((values.T @ target).abs() > 0.9999 * size.clamp_min(1e-12)).any().float()}
+
+
+def _sees_ahead(graph: Graph) -> bool:
+    """Whether attention between all places of a sequence has no mask."""
+    for node in graph.others:
+        if _is(node, ATTENTION):
+            masked = getattr(node, "_saved_is_causal", False) or _saved(node, "attn_mask", "attn_bias") is not None
+        elif _compares_places(node):
+            masked = _comes_from(node, ("MaskedFill", "WhereBackward", "AddBackward", "Tril"), 5)
+        else:
+            continue
+        if not masked:
+            return True
+    return False
+
+
+def _text_numbers(entry: Any, head: Head, graph: Graph) -> dict[str, Tensor | float]:
     """Returns how the labels of tokens compare with the tokens at the same places."""
     ids = _saved(entry, "indices") if entry is not None and _is(entry, LOOKUPS) else None
     labels = head.labels
     if ids is None or labels is None or ids.dim() < 2 or ids.numel() != head.targets_seen:
         return {}
+    ahead: Tensor | float = 0.0
+    if ids.shape[1] > 2 and _sees_ahead(graph) and labels.numel() >= ids.shape[1]:
+        rows = min(labels.numel() // ids.shape[1], 8)
+        next_ones = labels[: rows * ids.shape[1]].reshape(rows, -1)
+        ahead = (next_ones[:, :-1] == ids[:rows, 1:]).all().float()
     ids = ids.reshape(-1)[:MAX_SAMPLES]
     pad_id, pad_label = ids.mode().values, labels.mode().values
     pads, padded = ids == pad_id, labels == pad_label
     is_padding = (pads == padded).all() & (pad_label != head.ignored)
-    return {"target/copied": (ids == labels).all().float(), "target/padding": is_padding * pads.float().mean()}
+    found: dict[str, Tensor | float] = {"target/visible": ahead}
+    return found | {"target/copied": (ids == labels).all().float(), "target/padding": is_padding * pads.float().mean()}
 
 
 def _mode_numbers(model: nn.Module, graph: Graph) -> dict[str, Tensor | float]:
@@ -1151,9 +1218,6 @@ VALIDATED = (
 
 MAX_LOSSES = 10_000
 """Losses of one evaluation that are averaged."""
-
-CHANGING = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-"""Layers that act differently in training."""
 
 MAX_BLOCKS = 200
 """Blocks without gradients in a row that do not call the model, after which nobody looks any more."""
@@ -1187,7 +1251,7 @@ class Validation:
         self._blocks = 0
         """Blocks without gradients in a row that did not call the model."""
         _TRAIN.add(self)
-        if any(isinstance(module, CHANGING) for module in model.modules()) and not _is_compiled():
+        if any(map(_acts_in_training, model.modules())) and not _is_compiled():
             _NO_GRAD.add(self)
             _INFERENCE.add(self)
 
@@ -1228,7 +1292,7 @@ class Validation:
         """The model is called for the first time since gradients were turned off."""
         self._hook.remove()
         self._hook = None
-        if not torch.is_grad_enabled() and any(m.training for m in model.modules() if isinstance(m, CHANGING)):
+        if not torch.is_grad_enabled() and any(map(_acts_in_training, model.modules())):
             self._blocks, self.in_training_mode = 0, self.in_training_mode + 1
 
     def after_loss(self, loss: Any) -> None:
@@ -1257,6 +1321,13 @@ _TRAIN = _Wrapper(nn.Module, "train", before=Validation.before_train)
 _NO_GRAD = _Wrapper(torch.no_grad, "__enter__", before=Validation.before_no_grad)
 _INFERENCE = _Wrapper(torch.inference_mode, "__enter__", before=Validation.before_no_grad)
 _LOSSES = [_Wrapper(nn.functional, name, after=Validation.after_loss) for name in VALIDATED]
+
+
+def _acts_in_training(module: nn.Module) -> bool:
+    """Whether a layer is in training mode, and acts differently in it."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.training and module.p > 0
+    return module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def _is_initial(weight: Tensor) -> Tensor:

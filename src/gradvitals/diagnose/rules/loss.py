@@ -11,7 +11,7 @@ import numpy as np
 from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline
 from gradvitals.diagnose.history import FIRST, Floats, fall
 from gradvitals.diagnose.message import Message, Observation
-from gradvitals.diagnose.rule import Rule, register
+from gradvitals.diagnose.rule import NEVER, Rule, register
 from gradvitals.diagnose.step import Step
 from gradvitals.format import number
 from gradvitals.types import Severity
@@ -408,6 +408,61 @@ class LossRising(Rule):
 
 @register
 @dataclass
+class LossResets(Rule):
+    """The loss jumps back to where it started, again and again: what was learned is thrown away."""
+
+    id = "loss_resets"
+    family = "loss"
+    needs = ("loss",)
+    expects_fall = True
+    closes_after = NEVER
+    judges_after = 100
+    masks = ("loss_spike",)
+    message = Message(
+        name="Learned, lost, learned again",
+        pattern="At regular intervals, the loss jumps back to nearly its first value and falls again.",
+        title="The loss jumps back to where it started every {every} steps, {times} times so far",
+        causes={
+            "reset": (
+                "The weights are initialized again, or loaded from the start, at the beginning of each epoch: what was "
+                "learned before is lost"
+            ),
+            "data": "Or the data or the task changes every {every} steps, and what was learned is of no use to it",
+        },
+        fixes={
+            "once": "Create and initialize the model once, before the loop over epochs",
+            "shuffle": "If the data changes, shuffle it, so that every batch has samples of all kinds",
+        },
+        passed="the loss did not return to where it started",
+    )
+
+    BACK, DOWN = 0.8, 0.6  # share of the first losses that it returns to, and that it had fallen to before
+    TIMES = 3
+    EVEN = 1.4  # longest interval over the shortest
+
+    jumps: list[int] = field(default_factory=list, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        losses, loss = step.history["loss"].last(13), step.value("loss")
+        start = float(np.mean(step.first_losses or [math.nan]))
+        if len(losses) < 13 or not start > 0 or not loss > 0.5 * start:
+            return self._observe(step) if self.jumps else None
+        high = min(*losses[-3:], loss) > self.BACK * 0.8 * start and max(losses[-3:]) > self.BACK * start
+        new = not self.jumps or step.number - self.jumps[-1] > 10
+        if high and new and float(np.median(losses[:-3])) < self.DOWN * start:
+            self.jumps = [*self.jumps, step.number - 3][-20:]
+        return self._observe(step) if self.jumps else None
+
+    def _observe(self, step: Step) -> Observation | None:
+        gaps = np.diff(self.jumps)
+        if len(self.jumps) < self.TIMES or gaps.max() > self.EVEN * gaps.min():
+            return None
+        seen = {"every": round(float(np.median(gaps))), "times": len(self.jumps), "loss": step.value("loss")}
+        return Observation(severity="warning", seen=seen, since=self.jumps[0])
+
+
+@register
+@dataclass
 class LossPlateau(Rule):
     """The loss does not move: it never fell, or has stopped falling."""
 
@@ -456,6 +511,7 @@ class LossPlateau(Rule):
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
     TINY, SHORT = 1e-4, 1e-3  # update over weight norm that makes steps too short, and if the loss falls all the same
     LONG, ABOVE = 1e-2, 1.1  # update over weight norm that makes steps long, and loss over the trivial one to show it
+    THROWN = 0.2  # update over weight norm of the first steps that leaves nothing of the initialization
     HELD = 0.1  # and one that stood still does so until its loss has fallen by this share
     USELESS = 0.95  # share of the trivial loss that the mean loss is surely above: inputs are of no use
     LATE_WINDOW = 1000  # losses that a late plateau is judged by
@@ -533,7 +589,7 @@ class LossPlateau(Rule):
         # The loss of steps this short falls too slowly to tell from chance.
         if ratio < (self.SHORT if falls else self.TINY) or self._is_aligned(step):
             cause = "small_lr"
-        elif ratio > self.LONG and recent > self.ABOVE * step.trivial_loss:
+        elif (ratio > self.LONG and recent > self.ABOVE * step.trivial_loss) or self._was_thrown(step):
             cause = "large_lr"  # to predict the mean is easy to learn, unless steps are too long to stay there
         kind = "is flat, barely below its start" if fallen else "has hardly fallen since the start"
         if start == step.trivial_loss and not fallen:
@@ -548,6 +604,11 @@ class LossPlateau(Rule):
             since=since,
             key=cause,
         )
+
+    def _was_thrown(self, step: Step) -> bool:
+        """Whether the first steps changed the weights by so much that nothing was left of their initialization."""
+        first = step.history["update/ratio"]
+        return len(first) > 0 and first.steps[0] < FIRST and max(first.values[:5]) > self.THROWN
 
     def _is_aligned(self, step: Step) -> bool:
         """Whether updates point in one direction, step after step: longer ones would get there sooner."""

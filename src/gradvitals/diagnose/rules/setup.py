@@ -54,7 +54,8 @@ class BadInputs(SetupRule):
         name="Broken inputs",
         pattern=(
             "An inspected batch contains NaN or infinite inputs or targets; the inputs of all its samples are the "
-            "same, and their targets are not; or a view has mixed up their dimensions."
+            "same, and their targets are not; a view has mixed up their dimensions; or one of their columns is the "
+            "target."
         ),
         title="{what}",
         causes={
@@ -67,6 +68,10 @@ class BadInputs(SetupRule):
                 "All samples of a batch have the same input, so the output cannot depend on it: most likely numbers "
                 "between 0 and 1 were cast to integers and truncated to zero, or the inputs were overwritten"
             ),
+            "leak": (
+                "A column of the inputs is the target, so the model only has to copy it; where the target is unknown, "
+                "it will fail"
+            ),
             "misread": (
                 "A view or reshape gave the inputs another order of dimensions, such as (n, height, width, channels) "
                 "read as (n, channels, height, width), which scrambles them: it does not move any element"
@@ -76,6 +81,7 @@ class BadInputs(SetupRule):
             "column": "Clamp the standard deviation before dividing by it, or drop constant columns",
             "sample": "Remove or fill samples with NaN or infinite values before training",
             "same": "Print a batch as the first layer receives it, and look for a cast such as .long() or // before it",
+            "leak": "Remove the target, and what is computed from it, from the input columns",
             "misread": "Use permute or transpose instead of view or reshape: x.permute(0, 3, 1, 2)",
         },
         snippets={
@@ -91,6 +97,8 @@ class BadInputs(SetupRule):
     broken_since: int = field(default=-1, init=False)
     """The first step whose loss or gradient was not finite."""
     same: int = field(default=0, init=False)
+    leaks: int = field(default=0, init=False)
+    """Batches in a row of which a column of the inputs was the target."""
 
     def check(self, step: Step) -> Observation | None:
         values = step.values
@@ -102,6 +110,12 @@ class BadInputs(SetupRule):
             if values.get("input/misread") == 1:
                 text = {"what": "A view scrambles the inputs"}
                 return Observation(severity="warning", seen={}, text=text, since=0, key="misread")
+            self.leaks = (
+                self.leaks + 1 if values.get("input/leak") == 1 else 0 if "input/mean" in values else self.leaks
+            )
+            if self.leaks >= self.BATCHES and step.loss_should_fall:
+                text = {"what": "The inputs contain the target"}
+                return Observation(severity="warning", seen={"batches": self.leaks}, text=text, since=0, key="leak")
             return self._all_the_same(step)
         columns = int(values.get("input/nonfinite_columns", 0.0))
         cause = "column" if inputs and 0 < columns < values["input/columns"] else "sample"
@@ -564,7 +578,8 @@ class LayerWiring(SetupRule):
             "A recurrent layer without batch_first=True takes the samples of a batch for time steps; a softmax between "
             "layers is taken over one element or over the batch; the model averages over the batch; or all data must "
             "pass three or fewer units, and much of the loss is left. As a note, unless a symptom confirms it: a "
-            "linear layer is fed the result of a softmax, attention has no positions, or starts with hard choices."
+            "linear layer is fed the result of a softmax, attention has no positions, or starts with hard choices. Or "
+            "attention sees the tokens that the model is to predict; or a recurrent layer ends on padding."
         ),
         title="{what}",
         causes={
@@ -579,6 +594,14 @@ class LayerWiring(SetupRule):
             ),
             "batch_mean": (
                 "The model averages over dimension 0, the samples of the batch, so that all of them get one output"
+            ),
+            "visible": (
+                "Attention has no causal mask: each place sees the next token, which is its label, so the model learns "
+                "to copy it and cannot generate"
+            ),
+            "padded": (
+                "The model uses the last time step of a recurrent layer, and {padded:%} of the time steps are padding "
+                "at the end: what it has read is mostly forgotten by then"
             ),
             "positions": (
                 "Attention treats its inputs as a set: nothing was added to them that shows their positions, so the "
@@ -602,6 +625,8 @@ class LayerWiring(SetupRule):
             "single": "Take the softmax over the dimension to choose from, such as the time steps: dim=1, not dim=-1",
             "batch": "Take the softmax over the dimension to choose from, such as the time steps: dim=1, not dim=0",
             "batch_mean": "Average over the dimension to pool, such as the time steps: mean(1), not mean(0)",
+            "visible": "Mask later places in attention: is_causal=True, or nn.Transformer.generate_square_subsequent_mask",
+            "padded": "Use the last step that is no padding: nn.utils.rnn.pack_padded_sequence, or an index per sample",
             "positions": "Add position embeddings, learned or sinusoidal, to the inputs of the first attention layer",
             "narrow": "Give the layer more units: 32 or more, unless a small code is what you want",
             "peaked": "Divide the scores by the square root of their size, or use F.scaled_dot_product_attention",
@@ -622,18 +647,24 @@ class LayerWiring(SetupRule):
     BATCHES = 3  # inspected batches in a row with a softmax over one element: a sequence may have one step
     PEAKED = 0.9  # mean weight of one place at the start, where attention is nearly even
     LEFT, LONG, FLAT = 0.3, 200, 0.1  # loss left, steps, and fall over their last third, for units that are too few
+    CODED = 8  # columns from which equally many inputs and targets are those of an autoencoder, whose code is small
+    STUCK = 0.7  # loss left with which hard choices of attention are no note any more
+    PADDED = 0.5  # share of padding that a recurrent layer reads after the end of a sequence
 
     WHATS: ClassVar[dict[str, str]] = {
         "time": "A recurrent layer runs over the samples of a batch instead of the time steps",
         "batch": "A softmax between layers is taken over the samples of the batch",
         "single": "A softmax between layers is taken over a single element",
         "batch_mean": "The model gives all samples of a batch the same output",
+        "visible": "Attention sees the tokens that the model is to predict",
+        "padded": "A recurrent layer reads padding after the end of most sequences",
         "positions": "Attention does not know the positions of its inputs",
         "peaked": "Attention starts with hard choices",
         "softmax": "A softmax is used between layers",
         "narrow": "All data must pass a layer of {narrow} unit(s)",
     }
 
+    is_peaked: bool = field(default=False, init=False)
     lasted: dict[str, int] = field(default_factory=dict, init=False)
     """Inspected batches in a row with what a single one may show by chance."""
 
@@ -643,6 +674,7 @@ class LayerWiring(SetupRule):
             return None
         units, first = values.get("body/softmax_units", 0.0), step.number == 0
         shown = {"single": values.get("body/single_softmax", 0.0) > 0, "batch_mean": values.get("body/batch_mean") == 1}
+        shown |= {"visible": values.get("target/visible") == 1, "padded": values.get("input/padded", 0.0) > self.PADDED}
         self.lasted = {name: self.lasted.get(name, 0) + 1 if holds else 0 for name, holds in shown.items()}
         if values.get("head/foreign") == 1:
             return None
@@ -654,13 +686,17 @@ class LayerWiring(SetupRule):
             "softmax": units >= self.FEWEST,
             "peaked": first and values.get("body/peaked", 0.0) > self.PEAKED,
         }
+        self.is_peaked |= tests["peaked"]
         cause = next((name for name, holds in tests.items() if holds), "")
         severity: Severity = "info" if cause in ("positions", "softmax", "peaked") else "warning"
-        seen = {"units": int(units), "share": 1 / max(units, 1.0), "peak": values.get("body/peaked", math.nan)}
+        seen: dict[str, Any] = {"padded": values.get("input/padded", 0.0)} if cause == "padded" else {}
+        seen |= {"units": int(units), "share": 1 / max(units, 1.0), "peak": values.get("body/peaked", math.nan)}
         return self._observe(cause, severity, seen) if cause else None
 
     def conclude(self, step: Step) -> Observation | None:
         narrow, left = step.fact("body/narrow"), step.loss_left
+        if self.is_peaked and left > self.STUCK and step.number >= self.LONG and step.trivial_loss < math.inf:
+            return self._observe("peaked", "warning", {"peak": step.fact("body/peaked")})
         losses = step.history["loss"].last(max(step.number // 3, 50))
         copies = step.fact("target/columns") == step.fact(
             "input/columns"
