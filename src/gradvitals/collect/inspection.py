@@ -184,6 +184,8 @@ class Graph:
         waiting, seen = [self.root], {self.root, layer}
         while waiting:
             node = waiting.pop()
+            if _is(node, ("AddBackward", "CatBackward", "StackBackward")) and None in _inputs(node):
+                return False  # data is added or joined here
             following = [before for before in _inputs(node) if before is not None and before not in seen]
             if _is(node, LAYERS) and self._has_weight(node) and _feeds_data(node):
                 return False
@@ -387,13 +389,14 @@ class Inspection:
         modes = _mode_numbers(table.model, graph)
         if self._first:
             found |= head.numbers()
-            found |= _text_numbers(entry, head, graph)
+            found |= _text_numbers(entries, head, graph)
             found |= _leak_numbers(entry, head)
             found |= self._layer_numbers(graph)
             found |= _mixing_numbers(graph, head)
-            found |= _padding_numbers(graph, entry)
+            found |= self._padding_numbers(graph, entry)
             found["body/time_first"] = float(self._reads_samples_as_time(graph, head))
-            if entry is not None and self._is_drawn_again(entry, found):
+            known = head.labels is not None or head.targets is not None
+            if entry is not None and known and self._is_drawn_again(entry, found):
                 found["input/part"] = 1.0
             if (same := self._is_same_input(entries)) is not None:
                 found["input/same"] = same
@@ -432,11 +435,27 @@ class Inspection:
         data, checksum = _saved(entry, "indices", "mat1", "input", "self"), found.get("input/checksum")
         if data is None or data.device.type != "cpu" or data.dim() < 2 or not isinstance(checksum, Tensor):
             return False
+        if len(data) < 2 or data.numel() < 2 * len(data):  # points of a line, say
+            return False
         held, now = self._held, float(checksum)
         # A batch that is still held cannot have been overwritten: another address is another copy.
         again = held is not None and held[1] == now and held[0].data_ptr() != data.data_ptr()
         self._held = data, now, held[2] + 1 if again and held is not None else 0
         return self._held[2] == DRAWN_AGAIN and _has_more_like(data)
+
+    def _padding_numbers(self, graph: Graph, entry: Any) -> dict[str, Tensor | float]:
+        """Returns how much of what a recurrent layer read last is padding, if only its last step is used."""
+        ids = _saved(entry, "indices") if entry is not None and _is(entry, LOOKUPS) else None
+        recurrent = any(isinstance(module, nn.RNNBase) for module in self._table.model.modules())
+        if ids is None or ids.dim() != 2 or ids.shape[1] < FEW_PLACES or not recurrent:
+            return {}
+        nodes = [*graph.others, *graph.head]
+        ends = [n for n in nodes if _is(n, ("SelectBackward",)) and n._saved_index in (-1, (1 << 64) - 1)]
+        if not ends or any(_is(node, ("PackPadded",)) for node in nodes):
+            return {}
+        ids = ids[:MAX_SAMPLES]
+        same = (ids == ids[:, -1].mode().values).flip(1).long().cummin(1).values  # from the end on
+        return {"input/padded": same.float().mean()}
 
     def _reads_samples_as_time(self, graph: Graph, head: Head) -> bool:
         """Whether the second dimension of a recurrent layer's output is read as time, which is its first."""
@@ -1110,20 +1129,6 @@ def _mixing_numbers(graph: Graph, head: Head) -> dict[str, Tensor | float]:
     return found
 
 
-def _padding_numbers(graph: Graph, entry: Any) -> dict[str, Tensor | float]:
-    """Returns how much of what a recurrent layer read last is padding, if only its last step is used."""
-    ids = _saved(entry, "indices") if entry is not None and _is(entry, LOOKUPS) else None
-    nodes = [*graph.others, *graph.head]
-    recurrent = [node for node in graph.layers if _is(node, RECURRENT)]
-    last = [n for n in nodes if _is(n, ("SelectBackward",)) and getattr(n, "_saved_index", 0) in (-1, (1 << 64) - 1)]
-    packed = any(_is(node, ("PackPadded",)) for node in nodes)
-    if ids is None or ids.dim() != 2 or ids.shape[1] < 4 or not (recurrent and last) or packed:
-        return {}
-    ids = ids[:MAX_SAMPLES]
-    same = (ids == ids[:, -1:].mode(0).values).flip(1).cummin(1).values  # from the end on
-    return {"input/padded": same.float().mean()}
-
-
 def _is_misread(data: Tensor) -> bool:
     """Whether a view gave the data another order of dimensions than it has in memory, as a permutation would not."""
     base = data._base
@@ -1159,24 +1164,24 @@ def _leak_numbers(entry: Any, head: Head) -> dict[str, Tensor | float]:
 
 
 def _sees_ahead(graph: Graph) -> bool:
-    """Whether attention between all places of a sequence has no mask."""
-    for node in graph.others:
-        if _is(node, ATTENTION):
-            masked = getattr(node, "_saved_is_causal", False) or _saved(node, "attn_mask", "attn_bias") is not None
-        elif _compares_places(node):
-            masked = _comes_from(node, ("MaskedFill", "WhereBackward", "AddBackward", "Tril"), 5)
-        else:
-            continue
-        if not masked:
-            return True
-    return False
+    """Whether there is attention between the places of a sequence, and none of it has a mask."""
+    given = [
+        getattr(node, "_saved_is_causal", False) or _saved(node, "attn_mask", "attn_bias") is not None
+        for node in graph.others
+        if _is(node, ATTENTION)
+    ]
+    written = [node for node in graph.others if _compares_places(node)]
+    masks = ("MaskedFill", "WhereBackward", "AddBackward", "SubBackward", "Tril")
+    given += [_comes_from(node, masks, 5) for node in written]
+    return bool(given) and not any(given)
 
 
-def _text_numbers(entry: Any, head: Head, graph: Graph) -> dict[str, Tensor | float]:
+def _text_numbers(entries: list[Any], head: Head, graph: Graph) -> dict[str, Tensor | float]:
     """Returns how the labels of tokens compare with the tokens at the same places."""
-    ids = _saved(entry, "indices") if entry is not None and _is(entry, LOOKUPS) else None
+    lookups = [_saved(entry, "indices") for entry in entries if _is(entry, LOOKUPS)]
     labels = head.labels
-    if ids is None or labels is None or ids.dim() < 2 or ids.numel() != head.targets_seen:
+    ids = next((one for one in lookups if one is not None and one.dim() > 1 and one.numel() == head.targets_seen), None)
+    if ids is None or labels is None:
         return {}
     ahead: Tensor | float = 0.0
     if ids.shape[1] > 2 and _sees_ahead(graph) and labels.numel() >= ids.shape[1]:

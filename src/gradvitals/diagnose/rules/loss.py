@@ -439,6 +439,7 @@ class LossResets(Rule):
     BACK, DOWN = 0.8, 0.6  # share of the first losses that it returns to, and that it had fallen to before
     TIMES = 3
     EVEN = 1.4  # longest interval over the shortest
+    LONG = 20  # steps of an interval, at least: a task that is learned in a few steps is meant to be
 
     jumps: list[int] = field(default_factory=list, init=False)
 
@@ -455,7 +456,7 @@ class LossResets(Rule):
 
     def _observe(self, step: Step) -> Observation | None:
         gaps = np.diff(self.jumps)
-        if len(self.jumps) < self.TIMES or gaps.max() > self.EVEN * gaps.min():
+        if len(self.jumps) < self.TIMES or gaps.max() > self.EVEN * gaps.min() or gaps.min() < self.LONG:
             return None
         seen = {"every": round(float(np.median(gaps))), "times": len(self.jumps), "loss": step.value("loss")}
         return Observation(severity="warning", seen=seen, since=self.jumps[0])
@@ -511,7 +512,7 @@ class LossPlateau(Rule):
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
     TINY, SHORT = 1e-4, 1e-3  # update over weight norm that makes steps too short, and if the loss falls all the same
     LONG, ABOVE = 1e-2, 1.1  # update over weight norm that makes steps long, and loss over the trivial one to show it
-    THROWN = 0.2  # update over weight norm of the first steps that leaves nothing of the initialization
+    THROWN = 0.15  # update over weight norm of the first steps that leaves nothing of the initialization
     HELD = 0.1  # and one that stood still does so until its loss has fallen by this share
     USELESS = 0.95  # share of the trivial loss that the mean loss is surely above: inputs are of no use
     LATE_WINDOW = 1000  # losses that a late plateau is judged by
@@ -573,7 +574,7 @@ class LossPlateau(Rule):
         fell, error = fall(losses)
         surely = float(losses.mean() - 2 * losses.std() / math.sqrt(len(losses)))
         ratios = step.history["update/ratio"].last(5)
-        short = len(ratios) and float(np.median(ratios)) < self.TINY
+        short = (len(ratios) and float(np.median(ratios)) < self.TINY) or self._was_thrown(step)
         if not surely > (1 - self.LEARNED if short else self.USELESS) * step.trivial_loss:
             return None
         return self._observe(step, step.trivial_loss, fell > 2 * error, step.ago(len(losses)))
@@ -730,23 +731,19 @@ class Outweighed(Rule):
         passed="the error of the outputs fell with the loss",
     )
 
-    LEFT = 0.9  # error over that of a trivial prediction
+    LEFT = 0.85  # error over that of a trivial prediction
     FELL = 0.1  # share of the first loss that the loss has fallen by
-    READINGS = 4
-
-    errors: list[float] = field(default_factory=list, init=False)
-    """The last errors of the outputs."""
+    READINGS = 3  # in the second half of the run
 
     def check(self, step: Step) -> Observation | None:
-        if "head/error" in step.values:
-            self.errors = [*self.errors, step.values["head/error"]][-self.READINGS :]
         return None
 
     def conclude(self, step: Step) -> Observation | None:
         trivial, classes = step.fact("target/trivial_error"), step.fact("head/softmax_units")
-        if len(self.errors) < self.READINGS or not trivial > 0 or classes > step.fact("head/samples"):
+        errors = step.history["head/error"].since(step.number / 2)[1]
+        if len(errors) < self.READINGS or not trivial > 0 or classes > step.fact("head/samples"):
             return None
-        error, start = float(np.median(self.errors)), float(np.mean(step.first_losses or [math.nan]))
+        error, start = float(np.mean(errors)), float(np.mean(step.first_losses or [math.nan]))
         loss = float(np.median(step.history["loss"].last(20)))
         fell = start - loss > self.FELL * abs(start)
         if step.number < self.judges_after or not (error > self.LEFT * trivial and fell):

@@ -625,7 +625,7 @@ class LayerWiring(SetupRule):
             "single": "Take the softmax over the dimension to choose from, such as the time steps: dim=1, not dim=-1",
             "batch": "Take the softmax over the dimension to choose from, such as the time steps: dim=1, not dim=0",
             "batch_mean": "Average over the dimension to pool, such as the time steps: mean(1), not mean(0)",
-            "visible": "Mask later places in attention: is_causal=True, or nn.Transformer.generate_square_subsequent_mask",
+            "visible": "Mask later places in attention: is_causal=True, or generate_square_subsequent_mask",
             "padded": "Use the last step that is no padding: nn.utils.rnn.pack_padded_sequence, or an index per sample",
             "positions": "Add position embeddings, learned or sinusoidal, to the inputs of the first attention layer",
             "narrow": "Give the layer more units: 32 or more, unless a small code is what you want",
@@ -649,6 +649,7 @@ class LayerWiring(SetupRule):
     LEFT, LONG, FLAT = 0.3, 200, 0.1  # loss left, steps, and fall over their last third, for units that are too few
     CODED = 8  # columns from which equally many inputs and targets are those of an autoencoder, whose code is small
     STUCK = 0.7  # loss left with which hard choices of attention are no note any more
+    DEAD = 0.75  # share of a layer's units that are off
     PADDED = 0.5  # share of padding that a recurrent layer reads after the end of a sequence
 
     WHATS: ClassVar[dict[str, str]] = {
@@ -665,11 +666,14 @@ class LayerWiring(SetupRule):
     }
 
     is_peaked: bool = field(default=False, init=False)
+    dies: bool = field(default=False, init=False)
+    """Whether units of a layer died, which explains more than that there are few."""
     lasted: dict[str, int] = field(default_factory=dict, init=False)
     """Inspected batches in a row with what a single one may show by chance."""
 
     def check(self, step: Step) -> Observation | None:
-        values = step.values
+        values, dead = step.values, step.tensors("activation/dead_fraction")
+        self.dies |= dead is not None and bool((np.asarray(dead) >= self.DEAD).any())
         if "body/layers" not in values:
             return None
         units, first = values.get("body/softmax_units", 0.0), step.number == 0
@@ -698,10 +702,9 @@ class LayerWiring(SetupRule):
         if self.is_peaked and left > self.STUCK and step.number >= self.LONG and step.trivial_loss < math.inf:
             return self._observe("peaked", "warning", {"peak": step.fact("body/peaked")})
         losses = step.history["loss"].last(max(step.number // 3, 50))
-        copies = step.fact("target/columns") == step.fact(
-            "input/columns"
-        )  # as an autoencoder, which needs a small code
-        if not (narrow > 0 and left > self.LEFT and step.number >= self.LONG) or copies or not step.loss_should_fall:
+        copies = step.fact("target/columns") == step.fact("input/columns") >= self.CODED
+        enough = narrow > 0 and left > self.LEFT and step.number >= self.LONG
+        if not enough or copies or self.dies or not step.loss_should_fall:
             return None
         fell, _ = fall(losses)
         if step.trivial_loss == math.inf or not fell < self.FLAT * float(np.mean(losses)):
@@ -782,7 +785,7 @@ class DataOrder(SetupRule):
         name="Batches not shuffled",
         pattern=(
             "The first steps all use the same few samples of many, each batch contains a single class, or the "
-            "targets of a batch are alike and those of the next one others."
+            "targets of each batch are above, or below, those of the one before."
         ),
         title="{what}",
         causes={
@@ -794,8 +797,8 @@ class DataOrder(SetupRule):
                 "The data is sorted by class and not shuffled: while the model learns one class, it unlearns the others"
             ),
             "ordered": (
-                "The data is in order and not shuffled: the means of batches are {apart}× as far apart as the targets "
-                "within one, so every batch pulls the model to where it is"
+                "The data is sorted by its targets and not shuffled: the means of batches are {apart}× as far apart as "
+                "the targets within one, so every batch pulls the model to where it is"
             ),
         },
         fixes={
@@ -816,7 +819,7 @@ class DataOrder(SetupRule):
     PURE = 0.9  # share of one class
     BATCHES = 6  # batches of one class
     FEWEST = 8  # samples in a batch
-    APART = 1.0  # change of the mean target from batch to batch, over the spread of targets within one
+    APART = 2.0  # change of the mean target from batch to batch, over the spread of targets within one
 
     last: float = field(default=math.nan, init=False)
     last_step: int = field(default=-2, init=False)
@@ -851,10 +854,11 @@ class DataOrder(SetupRule):
         if step.loss_function in REGRESSION and "target/batch_mean" in values and samples >= self.FEWEST:
             self.means.append(values["target/batch_mean"])
             self.spreads.append(values["target/batch_std"])
-            changes, spread = np.abs(np.diff(self.means)), float(np.median(self.spreads))
-            if len(changes) >= self.BATCHES and step.loss_should_fall and np.median(changes) > self.APART * spread > 0:
-                apart = float(np.median(changes)) / spread
-                return self._observe("ordered", "Batches are not shuffled: each has targets of its own", samples, apart)
+            changes, spread = np.diff(self.means), float(np.median(self.spreads))
+            apart = float(np.median(np.abs(changes))) / spread if spread > 0 else 0.0
+            # Those of each batch are all above, or all below, those of the one before.
+            if len(changes) >= self.BATCHES and apart > self.APART and abs(np.sign(changes).sum()) == len(changes):
+                return self._observe("ordered", "Batches are not shuffled: the data is sorted", samples, apart)
         return None
 
     def _observe(self, cause: str, what: str, samples: float, apart: float = math.nan) -> Observation:

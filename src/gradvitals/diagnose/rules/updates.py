@@ -388,13 +388,13 @@ class UnchangedWeights(Rule):
         self.still_for = np.where(still, self.still_for + 1, np.where(rms > 0, 0.0, self.still_for))
         self.moved += rms > 0
         self.share += (still - self.share) / min(self.seen_steps, self.patience)
-        if not still.any():
+        if not still.any() and not (self.share > self.LOST).any():
             return None
         steady = (self.moved >= 20) & (self.moved + self.still_for > 0.95 * self.seen_steps)
         stuck = still & (self.still_for >= np.where(steady, self.PATIENCE_MOVED, self.patience))
         if self.seen_steps >= 10 and (self.share > self.LOST).any():
             half = np.array([info.dtype in HALF for info in step.layout.tensors], dtype=bool)
-            stuck |= still & half & (self.share > self.LOST)
+            stuck |= half & (self.share > self.LOST)
         chosen = np.flatnonzero(stuck)
         return self._observe(step, chosen, norms, rms) if len(chosen) else None
 
