@@ -792,7 +792,8 @@ class Head:
         found["body/narrow"] = float(self._narrow())
         found["body/unordered"] = float(self._is_unordered())
         found["head/encouraged"] = float(self._encourages())
-        found["head/penalty"] = float(any(_is(n, ("torch::autograd::AccumulateGrad",)) for n in self.nodes))
+        used = [leaf for node in self.nodes for leaf in _leaves(node) if leaf.dim() > 1]
+        found["head/penalty"] = float(bool(used))
         softmaxes = [(_shape(n), _dims(n)) for n in graph.others if _is(n, SOFTMAX)]
         found["body/single_softmax"] = float(sum(shape[d] == 1 for shape, dims in softmaxes for d in dims if shape[d:]))
         return found

@@ -733,14 +733,14 @@ class Outweighed(Rule):
 
     LEFT = 0.85  # error over that of a trivial prediction
     FELL = 0.1  # share of the first loss that the loss has fallen by
-    READINGS = 3  # in the second half of the run
+    READINGS = 2  # after the first tenth of the run
 
     def check(self, step: Step) -> Observation | None:
         return None
 
     def conclude(self, step: Step) -> Observation | None:
         trivial, classes = step.fact("target/trivial_error"), step.fact("head/softmax_units")
-        errors = step.history["head/error"].since(step.number / 2)[1]
+        errors = step.history["head/error"].since(step.number / 10)[1]
         if len(errors) < self.READINGS or not trivial > 0 or classes > step.fact("head/samples"):
             return None
         error, start = float(np.mean(errors)), float(np.mean(step.first_losses or [math.nan]))

@@ -93,6 +93,8 @@ class DeadTensor(Rule):
     """Steps in a row without a gradient."""
 
     zero_for: Floats = field(default_factory=empty, init=False)
+    zero_since: Floats = field(default_factory=empty, init=False)
+    """The first step of those."""
     alive: Floats = field(default_factory=empty, init=False)
     """Steps at which it had a gradient."""
     absent: Floats = field(default_factory=empty, init=False)
@@ -102,12 +104,15 @@ class DeadTensor(Rule):
         norms = step.tensors("grad/norm")
         if norms is None or not step.value("grad/norm") > 0:
             return None
-        self.zero_for, self.alive = resized(self.zero_for, len(norms)), resized(self.alive, len(norms))
+        self.zero_for, self.alive, self.zero_since = (
+            resized(one, len(norms)) for one in (self.zero_for, self.alive, self.zero_since)
+        )
         counts = step.tensors("grad/nonfinite")
         missing = np.isnan(norms if counts is None else counts)
         zero = missing | (norms == 0)
         zero[step.frozen] = False
         self.absent = missing.astype(float)
+        self.zero_since = np.where(zero & (self.zero_for == 0), step.number, self.zero_since)
         self.zero_for = np.where(zero, self.zero_for + 1, 0.0)
         self.alive += ~zero
         if not zero.any():
@@ -124,7 +129,7 @@ class DeadTensor(Rule):
 
     def _observe(self, step: Step, dead: NDArray[np.intp], missing: bool, certain: bool = False) -> Observation:
         dead = dead[np.argsort(-self.zero_for[dead], kind="stable")]
-        since = step.ago(int(self.zero_for[dead[0]]) - 1)
+        since = int(self.zero_since[dead[0]])
         steps = step.number - since + 1
         causes = self._causes(step, dead, missing)
         certain_or_zero = certain or not missing or steps >= self.CERTAIN
@@ -331,7 +336,7 @@ class UnchangedWeights(Rule):
     message = Message(
         name="Weights do not move",
         pattern="Weights have a gradient but stay exactly the same over many steps.",
-        title="{where} did not change for {steps} steps, although the gradient norm is {gradient}",
+        title="{where} did not change {lasting}, although the gradient norm is {gradient}",
         causes={
             "left_out": (
                 "The optimizer does not have {first}: the layer was created or replaced after the optimizer, or never "
@@ -365,6 +370,8 @@ class UnchangedWeights(Rule):
     """Steps in a row. Steps that a GradScaler skipped do not count."""
 
     still_for: Floats = field(default_factory=empty, init=False)
+    still_since: Floats = field(default_factory=empty, init=False)
+    """The first step of those."""
     moved: Floats = field(default_factory=empty, init=False)
     """Steps at which it moved."""
     share: Floats = field(default_factory=empty, init=False)
@@ -379,12 +386,13 @@ class UnchangedWeights(Rule):
             return None
         size = len(rms)
         self.still_for, self.moved = resized(self.still_for, size), resized(self.moved, size)
-        self.share = resized(self.share, size)
+        self.share, self.still_since = resized(self.share, size), resized(self.still_since, size)
         self.seen_steps += 1
         baseline = step.history.norm
         if len(baseline.count) and baseline.count.item(0) >= 5:
             self.highest = max(self.highest, float(np.exp(baseline.level[0])))
         still = (rms == 0) & (norms > NEGLIGIBLE * self.highest) & ~step.negligible
+        self.still_since = np.where(still & (self.still_for == 0), step.number, self.still_since)
         self.still_for = np.where(still, self.still_for + 1, np.where(rms > 0, 0.0, self.still_for))
         self.moved += rms > 0
         self.share += (still - self.share) / min(self.seen_steps, self.patience)
@@ -401,21 +409,24 @@ class UnchangedWeights(Rule):
     def _observe(self, step: Step, chosen: NDArray[np.intp], norms: Any, rms: Any) -> Observation:
         chosen = chosen[np.argsort(-self.still_for[chosen], kind="stable")]
         worst = int(chosen[0])
-        lasted, lr = int(self.still_for[worst]), step.value("lr")
+        since, lr = int(self.still_since[worst]) if self.still_for[worst] else step.number, step.value("lr")
+        lasted = step.number - since + 1
         everything = not np.any(rms > 0)
         dtype = step.layout.tensors[worst].dtype
         cause = "resolution" if dtype in HALF else "stopped" if self.moved[worst] else "left_out"
         if everything and not self.moved.any() and cause == "left_out" and lr > 0:
             cause = "zeroed"
         cause = "zero_lr" if everything and lr == 0 else cause
-        seen = {"steps": lasted, "tensors": len(chosen), "at": step.ago(lasted - 1), "lr": lr, "dtype": dtype}
+        seen = {"steps": lasted, "tensors": len(chosen), "at": since, "lr": lr, "dtype": dtype}
         seen |= {"gradient": float(norms[worst]), "percent": 100 * float(self.share[worst])}
+        often = f"at {percent(float(self.share[worst]))} of the steps"
         return Observation(
+            text={"lasting": often if cause == "resolution" and lasted < self.patience else f"for {lasted:,} steps"},
             # A schedule that has ended, or not yet started, is no fault.
             severity="info" if cause == "zero_lr" else "warning",
             seen=seen,
             tensors=() if everything else step.names(chosen[:MAX_NAMED]),
-            since=step.ago(lasted - 1),
+            since=since,
             key=cause,
         )
 
