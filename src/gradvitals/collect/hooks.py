@@ -268,7 +268,7 @@ def _wrap_plateau(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, metrics, *args, **kwargs)
-        _notify("on_plateau", self, float(metrics))
+        _notify("on_plateau", self, float(metrics.detach() if isinstance(metrics, Tensor) else metrics))
         return result
 
     return step

@@ -855,9 +855,10 @@ class DataOrder(SetupRule):
             self.means.append(values["target/batch_mean"])
             self.spreads.append(values["target/batch_std"])
             changes, spread = np.diff(self.means), float(np.median(self.spreads))
-            apart = float(np.median(np.abs(changes))) / spread if spread > 0 else 0.0
+            enough = len(changes) >= self.BATCHES and spread > 0
+            apart = float(np.median(np.abs(changes))) / spread if enough else 0.0
             # Those of each batch are all above, or all below, those of the one before.
-            if len(changes) >= self.BATCHES and apart > self.APART and abs(np.sign(changes).sum()) == len(changes):
+            if apart > self.APART and abs(np.sign(changes).sum()) == len(changes):
                 return self._observe("ordered", "Batches are not shuffled: the data is sorted", samples, apart)
         return None
 
