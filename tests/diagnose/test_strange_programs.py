@@ -57,7 +57,8 @@ def test_the_same_few_samples_drawn_anew_at_every_step_are_found(tmp_path: Path,
 
     def loss_of(step: int) -> Tensor:
         chosen = torch.randperm(400, generator=torch.Generator().manual_seed(0 if again else step))[:32]
-        return (model(data[chosen]) - data[chosen, :1] * data[chosen, 1:2]).square().mean()
+        loss: Tensor = (model(data[chosen]) - data[chosen, :1] * data[chosen, 1:2]).square().mean()
+        return loss
 
     assert ("data_order" in ids(verdict_of(tmp_path / "run", model, loss_of))) == found
 
@@ -144,7 +145,7 @@ TEXTS = torch.randint(0, 9, (48, 7), generator=torch.Generator().manual_seed(2))
 def test_attention_that_sees_too_much_or_too_little_is_found(
     tmp_path: Path, options: dict[str, bool], said: str
 ) -> None:
-    model = Attention(**options)  # type: ignore[arg-type]
+    model = Attention(**options)
     labels = TEXTS[:, 0] if model.pooled else TEXTS[:, 1:]
     verdict = verdict_of(
         tmp_path / "run",
@@ -293,8 +294,8 @@ def test_an_optimizer_that_also_holds_the_other_model_is_found(tmp_path: Path, b
 @pytest.mark.parametrize(("scale", "found"), [(3.0, True), (0.1, False)])
 def test_weights_that_saturate_their_units_from_the_start_are_found(tmp_path: Path, scale: float, found: bool) -> None:
     model, data = net(4, 32, 32, 3), rows()
-    nn.init.normal_(model[0].weight, std=scale)
-    nn.init.normal_(model[2].weight, std=scale)
+    for weight in [*model.parameters()][:4:2]:
+        nn.init.normal_(weight, std=scale)
     labels = (data[:, 0] > 0).long() + (data[:, 1] > 0).long()
     noisy = labels[torch.randperm(400, generator=torch.Generator().manual_seed(0))]
     verdict = verdict_of(tmp_path / "run", model, lambda _: functional.cross_entropy(model(data), noisy), steps=80)
@@ -302,7 +303,7 @@ def test_weights_that_saturate_their_units_from_the_start_are_found(tmp_path: Pa
 
 
 def test_betas_in_the_wrong_order_and_an_eps_above_the_gradients_are_found(tmp_path: Path) -> None:
-    data, said = rows(), {}
+    data, said = rows(), dict[str, str]()
     for name, options in {"betas": {"betas": (0.999, 0.9)}, "eps": {"eps": 1.0}, "fine": {}}.items():
         model = net(4, 8, 1)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, **options)  # type: ignore[arg-type]
@@ -329,12 +330,11 @@ def test_dropout_and_batch_norm_after_the_last_layer_are_found(tmp_path: Path, l
 def test_a_loss_that_returns_to_its_start_again_and_again_is_found(tmp_path: Path) -> None:
     """As of a model that is initialized in the loop over epochs."""
     model, data = net(4, 16, 1), rows()
-    target = data[:, :1] + data[:, 1:2]
+    target, start = data[:, :1] + data[:, 1:2], {name: one.clone() for name, one in model.state_dict().items()}
 
     def loss_of(step: int) -> Tensor:
         if step % 40 == 0:
-            for layer in (model[0], model[2]):
-                layer.reset_parameters()
+            model.load_state_dict(start)
         return functional.mse_loss(model(data), target)
 
     assert "loss_resets" in ids(verdict_of(tmp_path / "run", model, loss_of, steps=240))

@@ -979,20 +979,23 @@ def _is_dropout(mask: Tensor) -> Tensor:
 
 def _sign_of_log(node: Any) -> float:
     """Returns 1 if a node is the log-probability of what was chosen, -1 if it is its negative, 0 if it is neither."""
-    sign = 1.0
+    sign, is_log = 1.0, False
     for _ in range(8):
         operands = [one for one in _inputs(node) if one is not None]
         if _is(node, ("NegBackward",)):
             sign = -sign
-        elif _is(node, ("GatherBackward", "IndexBackward", "NllLoss")):
-            sign = -sign if _is(node, ("NllLoss",)) else sign
-            return sign if _comes_from(operands[0], ("LogSoftmaxBackward", "LogsumexpBackward", "LogBackward")) else 0.0
+        elif _is(node, ("NllLoss", "BinaryCrossEntropy")):
+            return -sign
+        elif _is(node, ("GatherBackward", "IndexBackward")):
+            logs = ("SoftmaxBackward", "SigmoidBackward") if is_log else ("LogSoftmax", "Logsumexp", "LogBackward")
+            return sign if _comes_from(operands[0], logs) else 0.0
         elif (
             _is(node, ("SubBackward",)) and _comes_from(node, ("PowBackward",)) and _comes_from(node, ("LogBackward",))
         ):
             return sign  # of a normal distribution
-        elif not _is(node, (*REDUCED, "ExpBackward", "SubBackward", "ClampBackward")) or not operands:
+        elif not _is(node, (*REDUCED, "ExpBackward", "SubBackward", "ClampBackward", "LogBackward")) or not operands:
             return 0.0
+        is_log |= _is(node, ("LogBackward",))
         node = operands[0]
     return 0.0
 
