@@ -144,8 +144,8 @@ def optimizers_overlap(kind: str, other: str, shared: int, step: int) -> Finding
         found_step=step,
         evidence={"seen": {"shared": shared}, "expected": {"shared": 0}},
         causes=(
-            f"One {kind} was built from the parameters of another model too, which the {other} trains, such as a "
-            "discriminator's optimizer that also holds the generator: each undoes the other's steps",
+            f"One optimizer ({kind}) also holds the parameters of a model that another one ({other}) trains, as if a "
+            "discriminator's optimizer held the generator: each undoes the other's steps",
         ),
         fixes=(
             Fix("Give each optimizer the parameters of its own model only", {}, "Adam(discriminator.parameters())"),

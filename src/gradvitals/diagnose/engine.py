@@ -22,7 +22,7 @@ FURTHEST = 10.0
 SILENT_CHECKS = 2
 """Checks without an observation, at least, before a finding closes: some rules check only now and then."""
 
-RENEWED = ("steps", "times", "loss")
+RENEWED = ("steps", "times", "loss", "lasting")
 """Numbers of a title that are those of the last observation, if it counts steps."""
 
 QUIET_STEPS = 10
@@ -281,7 +281,8 @@ class Diagnosis:
         old = self.findings[entry.place]
         if seen.active:
             entry.last_seen, entry.silent = step, 0
-            entry.renewed = {name: seen.seen[name] for name in RENEWED if "steps" in seen.seen and name in seen.seen}
+            numbers = {**seen.seen, **seen.text}
+            entry.renewed = {name: numbers[name] for name in RENEWED if "steps" in numbers and name in numbers}
         worse = SEVERITIES.index(seen.severity) > SEVERITIES.index(old.severity)
         elsewhere = not set(seen.tensors) <= set(old.tensors)
         lasted = step - old.first_step
@@ -322,8 +323,8 @@ class Diagnosis:
         entry, message = self._open[name], RULES[name].message if name in RULES else None
         if message is None or not entry.renewed:
             return finding
-        seen = {**entry.observation.seen, **entry.renewed}
-        return replace(finding, title=explain(message, replace(entry.observation, seen=seen), finding.first_step).title)
+        now = replace(entry.observation, text={**entry.observation.text, **entry.renewed})
+        return replace(finding, title=explain(message, now, finding.first_step).title)
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
@@ -458,6 +459,15 @@ def link_to_roots(findings: list[Finding], changed: Sequence[Finding], last_seen
                 findings[confirmed] = replace(root, severity=finding.severity)
                 some = setup if root in setup else present[root.id]
                 some[some.index(root)] = findings[confirmed]
+    latest = {finding.id: finding for finding in findings}
+    for place, finding in enumerate(findings):  # a root may have turned out to be a consequence itself
+        chain = [finding.id]
+        while (follows := latest[chain[-1]].follows if len(chain) > 1 else finding.follows) and follows not in chain:
+            if follows not in latest:
+                break
+            chain.append(follows)
+        if len(chain) > 2:
+            findings[place] = _linked(finding, latest[chain[-1]])
     news = {id(finding) for finding in changed}
     return [now for then, now in zip(before, findings, strict=True) if id(then) in news or now != then]
 

@@ -608,7 +608,7 @@ class LayerWiring(SetupRule):
                 "model cannot learn anything that depends on order"
             ),
             "narrow": (
-                "A hidden layer of {narrow} unit(s) is a bottleneck: everything the model knows about an input must "
+                "A hidden layer of {narrow} is a bottleneck: everything the model knows about an input must "
                 "pass it, and {left:%} of the loss of a trivial prediction is left"
             ),
             "peaked": (
@@ -646,7 +646,7 @@ class LayerWiring(SetupRule):
     FEWEST = 8  # units of a softmax that is no gate
     BATCHES = 3  # inspected batches in a row with a softmax over one element: a sequence may have one step
     PEAKED = 0.9  # mean weight of one place at the start, where attention is nearly even
-    LEFT, LONG, FLAT = 0.3, 200, 0.1  # loss left, steps, and fall over their last third, for units that are too few
+    LEFT, LONG, FLAT = 0.3, 200, 0.2  # loss left, steps, and fall over their last third, for units that are too few
     CODED = 8  # columns from which equally many inputs and targets are those of an autoencoder, whose code is small
     STUCK = 0.7  # loss left with which hard choices of attention are no note any more
     DEAD = 0.75  # share of a layer's units that are off
@@ -662,7 +662,7 @@ class LayerWiring(SetupRule):
         "positions": "Attention does not know the positions of its inputs",
         "peaked": "Attention starts with hard choices",
         "softmax": "A softmax is used between layers",
-        "narrow": "All data must pass a layer of {narrow} unit(s)",
+        "narrow": "All data must pass a layer of {narrow}",
     }
 
     is_peaked: bool = field(default=False, init=False)
@@ -709,7 +709,8 @@ class LayerWiring(SetupRule):
         fell, _ = fall(losses)
         if step.trivial_loss == math.inf or not fell < self.FLAT * float(np.mean(losses)):
             return None
-        return self._observe("narrow", "warning", {"narrow": int(narrow), "left": min(left, 1.0)})
+        units = f"{narrow:.0f} unit{'s' if narrow > 1 else ''}"
+        return self._observe("narrow", "warning", {"narrow": units, "left": min(left, 1.0)})
 
     def _observe(self, cause: str, severity: Severity, seen: dict[str, Any]) -> Observation:
         what = self.WHATS[cause].format_map(seen)

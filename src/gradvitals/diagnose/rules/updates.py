@@ -134,7 +134,8 @@ class DeadTensor(Rule):
         causes = self._causes(step, dead, missing)
         certain_or_zero = certain or not missing or steps >= self.CERTAIN
         return Observation(
-            severity="warning" if causes != ("cancels",) and certain_or_zero else "info",
+            # Of a layer that was replaced, `unchanged_weights` names the new one, which is what is not trained.
+            severity="warning" if causes not in (("cancels",), ("replaced",)) and certain_or_zero else "info",
             seen={"steps": steps, "tensors": len(dead), "at": since},
             tensors=step.names(dead[:MAX_NAMED]),
             since=since,
