@@ -873,6 +873,9 @@ class Head:
             if len(operands) != 1:
                 return False
             before, own = _shape(operands[0]), _shape(node)
+            flat = len(own) == 2 < len(before) and own[1] == before[1] and math.prod(before[2:]) > 1
+            if _is(node, VIEWS[:3]) and flat and _is(operands[0], ("ConvolutionBackward",)):
+                return True  # (n, units, height, width) read as (n * height * width, units)
             if _is(node, VIEWS[:3]) and len(own) == len(before) == 3 and own == shape:
                 return own != before and own == [before[0], before[2], before[1]]
             if own != before and not _is(node, VIEWS):
@@ -1295,7 +1298,7 @@ class Validation:
         if ours or model is None or not model.training or self._hook is not None:
             return
         self._blocks += 1
-        if self._blocks > MAX_BLOCKS:
+        if self._blocks > MAX_BLOCKS or _is_compiled():
             self._stop_counting()
         else:
             self._hook = model.register_forward_pre_hook(self._called)
