@@ -741,12 +741,15 @@ class Outweighed(Rule):
     def conclude(self, step: Step) -> Observation | None:
         trivial, classes = step.fact("target/trivial_error"), step.fact("head/softmax_units")
         errors = step.history["head/error"].since(step.number / 10)[1]
-        if len(errors) < self.READINGS or not trivial > 0 or classes > step.fact("head/samples"):
+        losses = step.history["loss"].last(20)
+        if step.number < self.judges_after or len(errors) < self.READINGS or not len(losses):
+            return None
+        if not trivial > 0 or classes > step.fact("head/samples"):
             return None
         error, start = float(np.mean(errors)), float(np.mean(step.first_losses or [math.nan]))
-        loss = float(np.median(step.history["loss"].last(20)))
+        loss = float(np.median(losses))
         fell = start - loss > self.FELL * abs(start)
-        if step.number < self.judges_after or not (error > self.LEFT * trivial and fell):
+        if not (error > self.LEFT * trivial and fell):
             return None
         seen = {"error": error, "trivial": trivial, "loss": loss, "first_loss": start}
         key = "penalty" if step.fact("head/penalty") == 1 else "term"
