@@ -160,10 +160,11 @@ def evaluated_in_training_mode(times: int, step: int) -> Finding:
         times: Evaluations.
         step: The present step.
     """
+    evaluations = "one evaluation" if times == 1 else f"{times:,} evaluations"
     return Finding(
         id="evaluated_in_training_mode",
         severity="warning",
-        title=f"The model is evaluated in training mode: model.eval() was not called in {times:,} evaluations",
+        title=f"The model is evaluated in training mode: model.eval() was not called in {evaluations}",
         first_step=0,
         found_step=step,
         evidence={"seen": {"evaluations": times}},

@@ -772,9 +772,10 @@ class Head:
         products = [node for node in self.nodes if _is(node, ("MmBackward", "BmmBackward"))]
         found["head/products"] = float(bool(products))
         found["head/dropout"] = float(any(_is(node, ("NativeDropoutBackward",)) for node in self.nodes))
-        masks = [self._constant(node) for node in self.nodes if _is(node, ("MulBackward",))]
-        if dropped := [_is_dropout(mask).float() for mask in masks if mask is not None and mask.numel() > 1]:
-            found["head/dropout"] = torch.stack(dropped).amax()
+        scaled = [node for node in self.nodes if _is(node, ("MulBackward",)) and self._scales_output(node)]
+        masks = [mask for node in scaled if (mask := self._constant(node)) is not None and mask.numel() > 1]
+        if masks:
+            found["head/dropout"] = torch.stack([_is_dropout(mask).float() for mask in masks]).amax()
         found["head/normalized"] = float(any(_is(node, NORMS[:2]) for node in (*self.nodes, *last)))
         found["head/chosen"] = float(any(_is(node, ("GatherBackward", "IndexBackward")) for node in self.nodes))
         found["head/scaled"] = float(any(_is(n, ("MulBackward", "DivBackward", "AddBackward")) for n in self.nodes))
@@ -797,6 +798,13 @@ class Head:
         softmaxes = [(_shape(n), _dims(n)) for n in graph.others if _is(n, SOFTMAX)]
         found["body/single_softmax"] = float(sum(shape[d] == 1 for shape, dims in softmaxes for d in dims if shape[d:]))
         return found
+
+    def _scales_output(self, node: Any) -> bool:
+        """Whether a product is one of what a last layer puts out."""
+        operand = next((one for one in _inputs(node) if one is not None), None)
+        while operand is not None and _is(operand, VIEWS):
+            operand = _inputs(operand)[0]
+        return operand in self._graph.last
 
     def _narrow(self) -> int:
         """Returns the units of the narrowest hidden layer that all data must pass, if they are few; else 0."""

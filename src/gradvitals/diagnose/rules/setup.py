@@ -155,7 +155,7 @@ class LossMismatch(SetupRule):
         name="Loss mismatch",
         pattern=(
             "The graph of the loss shows an output activation that the loss does not expect, outputs that cannot reach "
-            "the targets, or shapes that broadcast."
+            "the targets, shapes that broadcast, or a sign that is wrong."
         ),
         title="{what}",
         causes={
@@ -1053,12 +1053,13 @@ class LayerModes(SetupRule):
         if "mode/dropout" not in values:
             return None
         dropout, samples = values["mode/dropout"], values.get("mode/norm_samples", math.inf)
+        ends = values.get("head/products") != 1 and step.loss_function != ""  # outputs, not embeddings
         tests = {
             "eval": values.get("mode/eval", 0.0) > 0,
             "dropout": dropout >= self.DROPOUT,
             "batch_norm": samples <= self.SAMPLES,
-            "output_dropout": values.get("head/dropout") == 1,
-            "output_norm": values.get("head/normalized") == 1 and step.loss_function in REGRESSION,
+            "output_dropout": ends and values.get("head/dropout") == 1,
+            "output_norm": ends and values.get("head/normalized") == 1 and step.loss_function in REGRESSION,
         }
         cause = next((name for name, holds in tests.items() if holds), "")
         self.seen_for = self.seen_for + 1 if cause else 0
