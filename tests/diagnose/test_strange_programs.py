@@ -369,3 +369,70 @@ def test_gradients_that_are_zeroed_too_rarely_are_not_said_to_be_never_zeroed(tm
         finding = next(f for f in run.findings if f.id == "stale_gradients")
     assert "only every 10" in finding.title
     assert "only every 10 steps" in finding.causes[0]
+
+
+@pytest.mark.parametrize(("moved", "found"), [(False, True), (True, False)])
+def test_scores_of_pixels_that_are_flattened_with_the_channels_in_front_are_found(
+    tmp_path: Path, moved: bool, found: bool
+) -> None:
+    torch.manual_seed(0)
+    model, images = nn.Conv2d(1, 3, 3, padding=1), torch.randn(8, 1, 6, 6)
+    labels = (images > 0).long().reshape(-1)
+
+    def loss_of(_: int) -> Tensor:
+        scores = model(images)
+        return functional.cross_entropy((scores.permute(0, 2, 3, 1) if moved else scores).reshape(-1, 3), labels)
+
+    assert ("loss_mismatch" in ids(verdict_of(tmp_path / "run", model, loss_of, steps=16))) == found
+
+
+class Text(nn.Module):
+    """Reads ids with a recurrent layer and uses one of its steps, or the mean over samples."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.rnn, self.out = nn.Embedding(9, 8), nn.GRU(8, 8, batch_first=True), nn.Linear(8, 2)
+        self.use = use
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns two scores of each text."""
+        h = self.rnn(self.embed(x))[0]
+        if self.use == "last":
+            h = h[:, -1]
+        elif self.use == "end":
+            h = h[torch.arange(len(x)), (x > 0).sum(1) - 1]
+        else:
+            h = h.mean(0).mean(0, keepdim=True).expand(len(x), -1)
+        scores: Tensor = self.out(h)
+        return scores
+
+
+@pytest.mark.parametrize(("use", "said"), [("last", "padding"), ("batch", "samples of the batch"), ("end", "")])
+def test_padding_that_is_read_last_and_a_mean_over_the_batch_are_found(tmp_path: Path, use: str, said: str) -> None:
+    texts = torch.cat((1 + torch.randint(8, (32, 3)), torch.zeros(32, 9, dtype=torch.long)), 1)
+    labels, model = texts[:, 0] % 2, Text(use)
+    verdict = verdict_of(tmp_path / "run", model, lambda _: functional.cross_entropy(model(texts), labels), steps=16)
+    if said:
+        assert said in cause_of(verdict, "layer_wiring")
+    else:
+        assert "layer_wiring" not in ids(verdict, notes=True)
+
+
+@pytest.mark.parametrize(("scale", "found"), [(50.0, True), (1.0, False)])
+def test_validation_data_on_another_scale_is_found(tmp_path: Path, scale: float, found: bool) -> None:
+    model, data = net(4, 16, 1, act=nn.ReLU), rows()
+    target = data[:, :1] - data[:, 1:2]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
+        for step in range(100):
+            optimizer.zero_grad()
+            loss = functional.mse_loss(model(data[:200]), target[:200])
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+            if step % 20 == 0:
+                monitor.observe(functional.mse_loss(model(scale * data[200:]), target[200:]), split="val")
+    with gv.open_run(monitor.run_path) as run:
+        causes = [finding.causes[0] for finding in run.findings if finding.id == "memorizing"]
+    assert any("differs from the training data" in str(cause) for cause in causes) == found
