@@ -439,6 +439,11 @@ class Monitor:
             stopped = notices.training_stopped(error, self.step, rank)
             self.report(stopped, aloud=False)  # the traceback shows it
             self._shutdown.tell(error, stopped)
+        try:
+            for finding in self._recorder.usage_findings() if self._start.leads else ():
+                self.report(finding, aloud=False)
+        except Exception as failure:
+            self._on_error("usage", failure)
         self._recorder.close()
         if self._reducer is not None and not self._reducer.finish(RANKS_CLOSE_SECONDS):
             self._reducer.end()

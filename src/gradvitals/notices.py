@@ -127,6 +127,86 @@ def optimizer_remade(kind: str, step: int) -> Finding:
     )
 
 
+def optimizers_overlap(kind: str, other: str, shared: int, step: int) -> Finding:
+    """Two optimizers step the same weights in turn, and one of them holds all that the other has.
+
+    Args:
+        kind: The class of the one that holds more.
+        other: The class of the other one.
+        shared: Tensors that both hold.
+        step: The present step.
+    """
+    return Finding(
+        id="optimizers_overlap",
+        severity="critical",
+        title=f"Two optimizers step the same weights in turn: {shared} tensors are in both",
+        first_step=0,
+        found_step=step,
+        evidence={"seen": {"shared": shared}, "expected": {"shared": 0}},
+        causes=(
+            f"One optimizer ({kind}) also holds the parameters of a model that another one ({other}) trains, as if a "
+            "discriminator's optimizer held the generator: each undoes the other's steps",
+        ),
+        fixes=(
+            Fix("Give each optimizer the parameters of its own model only", {}, "Adam(discriminator.parameters())"),
+        ),
+    )
+
+
+def evaluated_in_training_mode(times: int, step: int) -> Finding:
+    """The script evaluates the model without switching it to evaluation mode.
+
+    Args:
+        times: Evaluations.
+        step: The present step.
+    """
+    evaluations = "one evaluation" if times == 1 else f"{times:,} evaluations"
+    return Finding(
+        id="evaluated_in_training_mode",
+        severity="warning",
+        title=f"The model is evaluated in training mode: model.eval() was not called in {evaluations}",
+        first_step=0,
+        found_step=step,
+        evidence={"seen": {"evaluations": times}},
+        causes=(
+            "Under torch.no_grad(), the model still drops activations or normalizes by the statistics of the batch, so "
+            "that validation looks worse than it is and depends on chance",
+        ),
+        fixes=(Fix("Call model.eval() before each evaluation, and model.train() after it", {}, "model.eval()"),),
+    )
+
+
+def plateau_mode(mode: str, first: float, last: float, step: int) -> Finding:
+    """ReduceLROnPlateau lowers the learning rate because its metric improves.
+
+    Args:
+        mode: Its mode.
+        first: The first metric.
+        last: The last one.
+        step: The present step.
+    """
+    right, moves = ("min", "falls") if mode == "max" else ("max", "rises")
+    return Finding(
+        id="plateau_mode",
+        severity="warning",
+        title=f"ReduceLROnPlateau lowers the learning rate although its metric {moves}: its mode is {mode!r}",
+        first_step=0,
+        found_step=step,
+        evidence={"seen": {"first_metric": first, "last_metric": last}},
+        causes=(
+            f"With mode={mode!r} the scheduler takes every {'fall' if mode == 'max' else 'rise'} for a plateau; the "
+            f"metric went from {number(first)} to {number(last)}",
+        ),
+        fixes=(
+            Fix(
+                f"Create it with mode={right!r}: 'min' for a loss, 'max' for an accuracy",
+                {"scheduler_mode": right},
+                f"scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode={right!r})",
+            ),
+        ),
+    )
+
+
 def no_steps(error: NoStepError, step: int) -> Finding:
     """The loop continues and the optimizer does not step."""
     return Finding(

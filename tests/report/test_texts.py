@@ -143,11 +143,14 @@ def test_a_swing_says_what_it_is_of() -> None:
     tiny = {"seen": {"swing": 0.0502}, "expected": {"swing": 0.05}}
     assert list(evidence(tiny)) == ["spread of recorded losses over their mean 0.0502, normally 0.05"]
     assert "the recorded loss; if the loop smooths it" in RULES["batch_too_small"].message.causes["tiny"]
-    both = {"swing": 0.171, "loss_swing": 0.156}
-    assert list(evidence({"seen": both, "expected": {"swing": "under 0.8", "loss_swing": "under 0.12"}})) == [
-        "spread of the norm's logarithm 0.171 (healthy: under 0.8)",
+    both = {"swing": 0.971, "loss_swing": 0.156}
+    limits = {"swing": "under 0.8", "loss_swing": "under 0.12"}
+    assert list(evidence({"seen": both, "expected": limits})) == [
+        "spread of the norm's logarithm 0.971 (healthy: under 0.8)",
         "spread of recorded losses over their mean 0.156 (healthy: under 0.12)",
     ]
+    # What is healthy is no evidence.
+    assert len(list(evidence({"seen": both | {"swing": 0.171}, "expected": limits}))) == 1
 
 
 @pytest.mark.parametrize("observed", [False, True])

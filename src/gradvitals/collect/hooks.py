@@ -46,6 +46,10 @@ class Listener(Protocol):
         """A pipeline has divided the gradients of these parameters by the number of its micro-batches."""
         return
 
+    def on_plateau(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau, metric: float) -> None:
+        """`scheduler.step(metric)` has run."""
+        return
+
     def before_groups_end(self) -> None:
         """torch.distributed is about to end."""
         return
@@ -110,6 +114,7 @@ def _install() -> None:
     _replace(torch.amp.autocast_mode.autocast, "__enter__", _wrap_autocast)
     _replace(torch.amp.GradScaler, "scale", _wrap_scale)
     _replace(torch.amp.GradScaler, "step", _wrap_scaler_step)
+    _replace(torch.optim.lr_scheduler.ReduceLROnPlateau, "step", _wrap_plateau)
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     if stages is not None:
         _replace(stages._PipelineStageBase, "scale_grads", _wrap_division)
@@ -229,6 +234,41 @@ def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
         _notify("before_scaler_step", self, optimizer)
         result = original(self, optimizer, *args, **kwargs)
         _notify("after_scaler_step", self, optimizer)
+        return result
+
+    return step
+
+
+def wrong_mode(calls: Sequence[tuple[str, int, float, float]]) -> str | None:
+    """Returns the mode of a ReduceLROnPlateau that lowers the learning rate when its metric improves; else None.
+
+    Args:
+        calls: Of each call: mode, patience, metric, learning rate after it.
+
+    >>> wrong_mode([("max", 0, 4.0 - i, 0.1**i) for i in range(4)])
+    'max'
+    >>> wrong_mode([("min", 0, 4.0 - i, 0.1) for i in range(4)]) is None
+    True
+    """
+    lowered = [i for i in range(1, len(calls)) if calls[i][3] < calls[i - 1][3]]
+    if len(lowered) < 2:
+        return None
+    mode = calls[0][0]
+    sign = 1.0 if mode == "max" else -1.0  # so that a metric that falls is one that the mode takes for worse
+    values = [sign * call[2] for call in calls]
+    # A metric that the other mode would call improved: its best was among those that the scheduler was patient for.
+    wrong = [min(values[max(i - calls[i][1], 0) : i + 1]) <= min(values[: i + 1]) for i in lowered]
+    third = max(len(values) // 3, 1)
+    fell = sorted(values[-third:])[third // 2] < sorted(values[:third])[third // 2]
+    never_better = values.index(max(values)) <= len(values) // 5
+    return mode if fell and never_better and sum(wrong[:3]) >= 2 else None
+
+
+def _wrap_plateau(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, metrics, *args, **kwargs)
+        _notify("on_plateau", self, float(metrics.detach() if isinstance(metrics, Tensor) else metrics))
         return result
 
     return step

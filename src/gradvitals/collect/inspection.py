@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import sys
 import weakref
@@ -34,6 +35,12 @@ FIRST_STEPS = 10
 """Steps from the start that are inspected."""
 
 MAX_NODES = 20_000
+DRAWN_AGAIN = 6
+"""Copies of the same batch in a row that are no coincidence."""
+MAX_COLUMNS = 4096
+"""Input columns that are compared with the target."""
+MANY_MORE = 4
+"""Times as many samples that a script has, at least, if a batch is only a part of them."""
 MAX_SAMPLES = 512
 """Rows of inputs and targets that are looked at."""
 MAX_ELEMENTS = 1 << 17
@@ -75,6 +82,17 @@ SOFTMAX = ("SoftmaxBackward",)
 LOG_SOFTMAX = (*SOFTMAX, "LogSoftmaxBackward")
 HARD = ("ReluBackward", "ThresholdBackward")
 SOFT = ("SigmoidBackward", "TanhBackward")
+ATTENTION = ("ScaledDotProduct", "EfficientAttention", "FlashAttention")
+ORDERLESS = (
+    *("AddmmBackward", "MmBackward", "LinearBackward", "BmmBackward", *NORMS, *LOOKUPS, *PASS_THROUGH, *VIEWS),
+    *("torch::autograd::AccumulateGrad", "CloneBackward", "SelectBackward", "SplitBackward", "UnbindBackward"),
+    *("NativeDropoutBackward", "UnsafeSplitBackward"),
+)
+"""Operations that treat all places of a sequence alike."""
+FEW_PLACES = 4
+"""Places that attention chooses from, at least, for its choice to say something."""
+FEW_UNITS = 3
+"""Units of a hidden layer that are reported if everything must pass them."""
 SUM = 2
 """The reduction of a loss that is summed, in the terms of ATen."""
 
@@ -116,6 +134,7 @@ class Graph:
     """
 
     def __init__(self, root: Any, rows: dict[int, int]) -> None:
+        self.root = root
         self._rows = rows
         self.head: list[Any] = []
         """Nodes from the loss down to the last layers, in the order of their distance from the loss."""
@@ -160,6 +179,20 @@ class Graph:
     def _has_weight(self, node: Any) -> bool:
         return any(True for _ in _leaves(node))
 
+    def passes_all(self, layer: Any) -> bool:
+        """Whether no other layer that is fed data reaches the loss but through this one: a bottleneck."""
+        waiting, seen = [self.root], {self.root, layer}
+        while waiting:
+            node = waiting.pop()
+            if _is(node, ("AddBackward", "CatBackward", "StackBackward")) and None in _inputs(node):
+                return False  # data is added or joined here
+            following = [before for before in _inputs(node) if before is not None and before not in seen]
+            if _is(node, LAYERS) and self._has_weight(node) and _feeds_data(node):
+                return False
+            seen.update(following)
+            waiting += following
+        return True
+
     def before(self, node: Any) -> int:
         """Returns the row of the layer whose output a node acts on; -1 if there is none."""
         for _ in range(8):
@@ -170,6 +203,16 @@ class Graph:
                 return -1
             node = following[0]
         return -1
+
+
+def _feeds_data(layer: Any) -> bool:
+    """Whether a layer acts on data rather than on another layer's output."""
+    if _is(layer, LOOKUPS):
+        return True
+    data = _saved(layer, "mat1", "input", "self")
+    through = [before for before in _inputs(layer) if before is not None]
+    only_weights = all(hasattr(b, "variable") or _is(b, PASS_THROUGH) for b in through)
+    return data is not None and only_weights and len(through) <= len(list(_leaves(layer)))
 
 
 def _leaves(node: Any) -> Iterator[Tensor]:
@@ -264,6 +307,8 @@ class Inspection:
         self._hidden: dict[int, int] | None = None
         """How often each tensor was changed that no optimizer is known to hold."""
         self._failed = False
+        self._held: tuple[Tensor, float, int] | None = None
+        """What the first layer was fed at the last inspected step, its checksum, and how often it was drawn anew."""
 
     def arm(self, *, first: bool) -> None:
         """Inspect the next backward pass.
@@ -334,7 +379,7 @@ class Inspection:
             return
         self.disarm()
         found: dict[str, Tensor | float] = {"head/reached": 1.0} if self._first else {}
-        entries = [layer for layer in reversed(graph.layers) if self._is_entry(layer)]
+        entries = [layer for layer in reversed(graph.layers) if _feeds_data(layer)]
         entry = entries[0] if entries else None
         if entry is not None:
             found |= _input_numbers(entry)
@@ -344,12 +389,19 @@ class Inspection:
         modes = _mode_numbers(table.model, graph)
         if self._first:
             found |= head.numbers()
-            found |= _text_numbers(entry, head)
+            found |= _text_numbers(entries, head, graph)
+            found |= _leak_numbers(entry, head)
             found |= self._layer_numbers(graph)
+            found |= _mixing_numbers(graph, head)
+            found |= self._padding_numbers(graph, entry)
             found["body/time_first"] = float(self._reads_samples_as_time(graph, head))
+            known = head.labels is not None or head.targets is not None
+            if entry is not None and known and self._is_drawn_again(entry, found):
+                found["input/part"] = 1.0
             if (same := self._is_same_input(entries)) is not None:
                 found["input/same"] = same
         else:  # evaluation may have left the model in its mode since
+            self._held = None
             modes = {name: modes[name] for name in ("mode/eval", "mode/dropout") if name in modes}
         found |= modes
         self._write(found)
@@ -378,6 +430,33 @@ class Inspection:
             found["body/hidden"] = float(sum(before.get(weight) == version for weight, version in hidden.items()))
         return found
 
+    def _is_drawn_again(self, entry: Any, found: dict[str, Tensor | float]) -> bool:
+        """Whether each step makes a copy of the same few samples, of which the script has many more."""
+        data, checksum = _saved(entry, "indices", "mat1", "input", "self"), found.get("input/checksum")
+        if data is None or data.device.type != "cpu" or data.dim() < 2 or not isinstance(checksum, Tensor):
+            return False
+        if len(data) < 2 or data.numel() < 2 * len(data):  # points of a line, say
+            return False
+        held, now = self._held, float(checksum)
+        # A batch that is still held cannot have been overwritten: another address is another copy.
+        again = held is not None and held[1] == now and held[0].data_ptr() != data.data_ptr()
+        self._held = data, now, held[2] + 1 if again and held is not None else 0
+        return self._held[2] == DRAWN_AGAIN and _has_more_like(data)
+
+    def _padding_numbers(self, graph: Graph, entry: Any) -> dict[str, Tensor | float]:
+        """Returns how much of what a recurrent layer read last is padding, if only its last step is used."""
+        ids = _saved(entry, "indices") if entry is not None and _is(entry, LOOKUPS) else None
+        recurrent = any(isinstance(module, nn.RNNBase) for module in self._table.model.modules())
+        if ids is None or ids.dim() != 2 or ids.shape[1] < FEW_PLACES or not recurrent:
+            return {}
+        nodes = [*graph.others, *graph.head]
+        ends = [n for n in nodes if _is(n, ("SelectBackward",)) and n._saved_index in (-1, (1 << 64) - 1)]
+        if not ends or any(_is(node, ("PackPadded",)) for node in nodes):
+            return {}
+        ids = ids[:MAX_SAMPLES]
+        same = (ids == ids[:, -1].mode().values).flip(1).long().cummin(1).values  # from the end on
+        return {"input/padded": same.float().mean()}
+
     def _reads_samples_as_time(self, graph: Graph, head: Head) -> bool:
         """Whether the second dimension of a recurrent layer's output is read as time, which is its first."""
         layers = [m for m in self._table.model.modules() if isinstance(m, nn.RNNBase)]
@@ -397,15 +476,6 @@ class Inspection:
         if not recurrent or any(_is(layer, LOOKUPS) for layer in entries):
             return same
         return same & torch.stack([(data != 0).any() for data in known]).any()  # a recurrence starts from zeros
-
-    def _is_entry(self, layer: Any) -> bool:
-        """Whether a layer acts on data rather than on another layer's output."""
-        if _is(layer, LOOKUPS):
-            return True
-        data = _saved(layer, "mat1", "input", "self")
-        through = [before for before in _inputs(layer) if before is not None]
-        only_weights = all(hasattr(b, "variable") or _is(b, PASS_THROUGH) for b in through)
-        return data is not None and only_weights and len(through) <= len(list(_leaves(layer)))
 
     def _read_activations(self, graph: Graph) -> None:
         dead: dict[int, Tensor] = {}
@@ -431,6 +501,7 @@ class Inspection:
     def _target_numbers(self, head: Head) -> dict[str, Tensor | float]:
         labels, targets = head.labels, head.targets
         found: dict[str, Tensor | float] = {}
+        trivial: Tensor | None = None
         if (said := head.predicted()) is not None:
             found["head/purity"] = said.max() / said.sum()
         if labels is not None and head.classes > 0:
@@ -441,8 +512,9 @@ class Inspection:
             share = self._counts / self._counts.sum()
             found |= {"target/purity": one.max() / one.sum(), "target/classes": (share > 0).sum()}
             found["target/dominant"] = one.argmax()
+            trivial = -torch.special.xlogy(share, share).sum()
             if head.is_mean:
-                found["target/trivial_loss"] = -torch.special.xlogy(share, share).sum()
+                found["target/trivial_loss"] = trivial
             if not self._first:  # what is pooled would differ in a run that was resumed
                 found = {name: found[name] for name in ("head/purity", "target/purity", "target/dominant")}
         elif targets is not None and targets.numel():
@@ -456,6 +528,7 @@ class Inspection:
             mean = sums / count
             variance = squares / count - mean.square()
             found |= {"target/min": finite.min(), "target/max": finite.max(), "target/mean": mean.mean()}
+            found |= {"target/batch_mean": finite.mean(), "target/batch_std": finite.std(0).mean()}
             found |= {"target/std": (squares.mean() / count - mean.mean().square()).clamp_min(0).sqrt()}
             found |= {"target/integer": (finite == finite.round()).float().mean()}
             found |= {"target/row_sum": finite.sum(1).mean(), "target/columns": float(finite.shape[1])}
@@ -470,16 +543,20 @@ class Inspection:
             else:
                 share = finite.mean(0)
                 found |= {"target/purity": one_hot.all() * share.max(), "target/dominant": share.argmax()}
-            if head.loss == "mse" and head.is_mean:
-                found["target/trivial_loss"] = variance.mean()
-            elif head.loss == "cross_entropy" and head.is_mean:
-                found["target/trivial_loss"] = -torch.special.xlogy(mean, mean).sum()
-            elif head.loss in ("bce", "bce_logits") and head.is_mean:
+            if head.loss == "mse":
+                trivial = variance.mean()
+            elif head.loss == "cross_entropy":
+                trivial = -torch.special.xlogy(mean, mean).sum()
+            elif head.loss in ("bce", "bce_logits"):
                 p = mean.clamp(0, 1)
-                found["target/trivial_loss"] = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
+                trivial = -(torch.special.xlogy(p, p) + torch.special.xlogy(1 - p, 1 - p)).mean()
+            if head.is_mean and trivial is not None:
+                found["target/trivial_loss"] = trivial
             if not self._first:
                 later = ("head/purity", "target/nonfinite", "target/purity", "target/dominant")
                 found = {name: found[name] for name in later if name in found}
+        if (error := head.error()) is not None and trivial is not None:
+            found |= {"head/error": error} | ({"target/trivial_error": trivial} if self._first else {})
         return found
 
     def _write(self, found: dict[str, Tensor | float]) -> None:
@@ -517,6 +594,10 @@ class Head:
         self.outputs: Tensor | None = None
         """What the loss function is fed, if it is one for classes."""
         self.loss = ""
+        self.error_node: Any = None
+        """The operation that compares outputs with targets."""
+        self.is_weighted = False
+        """Whether it weights classes or samples."""
         self.is_mean = True
         """Whether it is an ordinary mean over targets, of the size that a prediction of their mean would make."""
         squashes = [(node, SQUASHES[name]) for node in nodes for name in SQUASHES if _is(node, (name,))]
@@ -542,8 +623,9 @@ class Head:
             kind = next((kind for name, kind in by_name.items() if _is(node, (name,))), "")
             if kind:
                 self.loss = kind
-                weighted = _saved(node, "weight", "pos_weight") is not None
-                self.is_mean = getattr(node, "_saved_reduction", 1) != SUM and not weighted and self._is_whole(node)
+                self.error_node, self.is_weighted = node, _saved(node, "weight", "pos_weight") is not None
+                is_mean = getattr(node, "_saved_reduction", 1) != SUM and not self.is_weighted
+                self.is_mean = is_mean and self._is_whole(node)
                 target = _saved(node, "target")
                 own = self.outputs = _saved(node, "self")
                 if kind == "nll" and target is not None:
@@ -557,6 +639,7 @@ class Head:
         for node in self.nodes:
             if _is(node, ("PowBackward", "AbsBackward")) and self._is_difference(node):
                 self.loss = "l1" if _is(node, ("AbsBackward",)) else "mse"
+                self.error_node = node
                 self.is_mean = self._is_whole(node)
                 self._targets_from_difference(node)
                 return
@@ -616,7 +699,8 @@ class Head:
         if difference is None or output is None or output.shape != difference.shape:
             return
         if sum(one is not None for one in operands) == 1:
-            self.targets = output - difference if operands[0] is not None else output + difference
+            targets = output - difference if operands[0] is not None else output + difference
+            self.targets = torch.where(output.isfinite(), targets, 0.0)  # else it is the output that is broken
 
     def _constant(self, node: Any) -> Tensor | None:
         """Returns the factor of a product that needs no gradient."""
@@ -624,6 +708,26 @@ class Head:
         if len(operands) == 2 and operands[1] is None:
             return _saved(node, "other")
         return _saved(node, "self") if len(operands) == 2 and operands[0] is None else None
+
+    def error(self) -> Tensor | None:
+        """Returns the mean error of the outputs, if the loss has other terms too; None if it is all there is."""
+        if self.is_mean or self.error_node is None or self.is_weighted:
+            return None
+        node, own, target = self.error_node, _saved(self.error_node, "self"), _saved(self.error_node, "target")
+        if own is None:
+            return None
+        if target is None:  # a difference
+            return (_sampled(own).square() if self.loss == "mse" else _sampled(own).abs()).float().mean()
+        if self.loss in ("nll", "cross_entropy"):
+            return nn.functional.nll_loss(own.float(), target, ignore_index=self.ignored) if own.dim() == 2 else None
+        if own.shape != target.shape or own.dim() == 0 or _is(node, ("Huber",)):
+            return None
+        own, target = _sampled(own).float(), _sampled(target).float()
+        if self.loss == "mse":
+            return nn.functional.mse_loss(own, target)
+        if self.loss == "bce":
+            return nn.functional.binary_cross_entropy(own, target)
+        return nn.functional.binary_cross_entropy_with_logits(own, target) if self.loss == "bce_logits" else None
 
     def predicted(self) -> Tensor | None:
         """Returns how many samples the outputs put into each class; None if the loss is none for classes."""
@@ -667,6 +771,12 @@ class Head:
         found["head/foreign"] = float(bool(last) and len(foreign) == len(last))
         products = [node for node in self.nodes if _is(node, ("MmBackward", "BmmBackward"))]
         found["head/products"] = float(bool(products))
+        found["head/dropout"] = float(any(_is(node, ("NativeDropoutBackward",)) for node in self.nodes))
+        scaled = [node for node in self.nodes if _is(node, ("MulBackward",)) and self._scales_output(node)]
+        masks = [mask for node in scaled if (mask := self._constant(node)) is not None and mask.numel() > 1]
+        if masks:
+            found["head/dropout"] = torch.stack([_is_dropout(mask).float() for mask in masks]).amax()
+        found["head/normalized"] = float(any(_is(node, NORMS[:2]) for node in (*self.nodes, *last)))
         found["head/chosen"] = float(any(_is(node, ("GatherBackward", "IndexBackward")) for node in self.nodes))
         found["head/scaled"] = float(any(_is(n, ("MulBackward", "DivBackward", "AddBackward")) for n in self.nodes))
         found["head/terms"] = float(len(last))
@@ -680,9 +790,72 @@ class Head:
         found["body/nonlinear"] = float(len(bent))
         shares = [_shape(fed)[-1] for layer in matrices if (fed := _fed_by(layer)) is not None and _is(fed, SOFTMAX)]
         found["body/softmax_units"] = float(max(shares, default=0))
+        found["body/narrow"] = float(self._narrow())
+        found["body/unordered"] = float(self._is_unordered())
+        found["head/encouraged"] = float(self._encourages())
+        used = [leaf for node in self.nodes for leaf in _leaves(node) if leaf.dim() > 1]
+        found["head/penalty"] = float(bool(used))
         softmaxes = [(_shape(n), _dims(n)) for n in graph.others if _is(n, SOFTMAX)]
         found["body/single_softmax"] = float(sum(shape[d] == 1 for shape, dims in softmaxes for d in dims if shape[d:]))
         return found
+
+    def _scales_output(self, node: Any) -> bool:
+        """Whether a product is one of what a last layer puts out."""
+        operand = next((one for one in _inputs(node) if one is not None), None)
+        while operand is not None and _is(operand, VIEWS):
+            operand = _inputs(operand)[0]
+        return operand in self._graph.last
+
+    def _narrow(self) -> int:
+        """Returns the units of the narrowest hidden layer that all data must pass, if they are few; else 0."""
+        hidden = [one for one in self._graph.layers if one not in self._graph.last and _is(one, (*MATRIX, *RECURRENT))]
+        sizes = [(_shape(one)[1 if _is(one, ("ConvolutionBackward",)) else -1], one) for one in hidden if _shape(one)]
+        few = sorted((size for size in sizes if size[0] <= FEW_UNITS), key=lambda size: size[0])[:8]
+        return next((units for units, layer in few if self._graph.passes_all(layer)), 0)
+
+    def _is_unordered(self) -> bool:
+        """Whether attention is fed a sequence that nothing was added to or joined with: it cannot know its order."""
+        attention = [node for node in self._graph.others if _is(node, ATTENTION) or _compares_places(node)]
+        blind = 0
+        for node in attention:
+            waiting, seen, ordered = _inputs(node), set(), bool(getattr(node, "_saved_is_causal", False))
+            while waiting and not ordered:
+                one = waiting.pop()
+                if one is None or one in seen:
+                    continue
+                seen.add(one)
+                bias = _is(one, ("AddBackward",)) and any(leaf.dim() == 1 for leaf in _leaves(one))
+                scalar = _is(one, ("MulBackward", "DivBackward")) and self._is_scaling(one)
+                ordered = not (bias or scalar or _is(one, ORDERLESS))
+                waiting += _inputs(one)
+            blind += not ordered
+        return blind > 0
+
+    def _encourages(self) -> bool:
+        """Whether lowering the loss lowers the log-probability of what has a high weight, as a lost minus does."""
+        signs = set()
+        waiting = [(self.nodes[0], 1.0)] if self.nodes else []
+        for _ in range(200):
+            if not waiting:
+                break
+            node, sign = waiting.pop()
+            operands = _inputs(node)
+            constant = self._constant(node) if _is(node, ("MulBackward", "DivBackward")) else None
+            if _is(node, ("MulBackward",)) and constant is not None and self._both_signs(node) is not None:
+                factor = next(one for one in operands if one is not None)
+                if (own := _sign_of_log(factor)) != 0:
+                    signs.add(sign * own)
+                continue
+            if constant is not None and constant.numel() == 1 and constant.device.type == "cpu":
+                sign *= math.copysign(1.0, float(constant))
+            flips = [_is(node, ("NegBackward", "RsubBackward")), _is(node, ("NegBackward",))]
+            if _is(node, ("SubBackward",)):
+                flips = [False, True]
+            through = (*REDUCED, "AddBackward", "SubBackward", "NegBackward", "RsubBackward", "MulBackward")
+            if _is(node, (*through, "DivBackward", "MinimumBackward", "StackBackward", "CatBackward")):
+                pairs = zip(operands, [*flips, *[flips[0]] * len(operands)], strict=False)
+                waiting += [(one, -sign if flip else sign) for one, flip in pairs if one is not None]
+        return signs == {1.0} and not _is_about_costs()
 
     def _is_scaling(self, node: Any) -> bool:
         return _is(node, ("MulBackward", "DivBackward")) and sum(one is not None for one in _inputs(node)) <= 1
@@ -708,6 +881,9 @@ class Head:
             if len(operands) != 1:
                 return False
             before, own = _shape(operands[0]), _shape(node)
+            flat = len(own) == 2 < len(before) and own[1] == before[1] and math.prod(before[2:]) > 1
+            if _is(node, VIEWS[:3]) and flat and _is(operands[0], ("ConvolutionBackward",)):
+                return True  # (n, units, height, width) read as (n * height * width, units)
             if _is(node, VIEWS[:3]) and len(own) == len(before) == 3 and own == shape:
                 return own != before and own == [before[0], before[2], before[1]]
             if own != before and not _is(node, VIEWS):
@@ -783,6 +959,65 @@ class Head:
         return ((other.min() < 0) & (other.max() > 0) & ~whole).float()
 
 
+def _compares_places(node: Any) -> bool:
+    """Whether a node is the softmax of attention written out: of products of what the model computed."""
+    if not _is(node, SOFTMAX):
+        return False
+    for _ in range(6):
+        operands = [one for one in _inputs(node) if one is not None]
+        if len(operands) != 1:
+            return False
+        node = operands[0]
+        if _is(node, ("BmmBackward",)):
+            return len([one for one in _inputs(node) if one is not None]) == 2
+    return False
+
+
+def _is_about_costs() -> bool:
+    """Whether the code that called backward names costs: their log-probabilities belong into a loss without a minus."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "gradvitals"):
+        frame = frame.f_back
+    names = () if frame is None else (*frame.f_code.co_names, *frame.f_code.co_varnames)
+    return any(word in ("cost", "costs", "elbo", "energy") for name in names for word in name.lower().split("_"))
+
+
+def _is_dropout(mask: Tensor) -> Tensor:
+    """Whether a factor is what dropout multiplies by on a CPU: zeros and one number over 1."""
+    most = mask.amax()
+    return ((mask == 0) | (mask == most)).all() & (mask == 0).any() & (most > 1) & mask.is_floating_point()
+
+
+def _sign_of_log(node: Any) -> float:
+    """Returns 1 if a node is the log-probability of what was chosen, -1 if it is its negative, 0 if it is neither."""
+    sign, is_log = 1.0, False
+    for _ in range(8):
+        operands = [one for one in _inputs(node) if one is not None]
+        if _is(node, ("NegBackward",)):
+            sign = -sign
+        elif _is(node, ("NllLoss", "BinaryCrossEntropy")):
+            return -sign
+        elif _is(node, ("GatherBackward", "IndexBackward")):
+            logs = ("SoftmaxBackward", "SigmoidBackward") if is_log else ("LogSoftmax", "Logsumexp", "LogBackward")
+            return sign if _comes_from(operands[0], logs) else 0.0
+        elif (
+            _is(node, ("SubBackward",)) and _comes_from(node, ("PowBackward",)) and _comes_from(node, ("LogBackward",))
+        ):
+            return sign  # of a normal distribution
+        elif not _is(node, (*REDUCED, "ExpBackward", "SubBackward", "ClampBackward", "LogBackward")) or not operands:
+            return 0.0
+        is_log |= _is(node, ("LogBackward",))
+        node = operands[0]
+    return 0.0
+
+
+def _comes_from(node: Any, names: tuple[str, ...], depth: int = 6) -> bool:
+    """Whether one of the last operations before a node, or itself, is one of these."""
+    if node is None or depth == 0 or _is(node, LAYERS):
+        return False
+    return _is(node, names) or any(_comes_from(one, names, depth - 1) for one in _inputs(node))
+
+
 def _dims(node: Any) -> list[int]:
     """Returns the dimensions that an operation works along, counted from the first."""
     dims = getattr(node, "_saved_dim", None)
@@ -832,6 +1067,19 @@ def _sampled(values: Tensor) -> Tensor:
     return values if len(values) <= rows else values[:: -(-len(values) // rows)]
 
 
+def _has_more_like(data: Tensor) -> bool:
+    """Whether the program holds a tensor with these samples and many more; asked at most once in a run."""
+    rows = data.reshape(len(data), -1)
+    size = rows.shape[1]
+    for one in [thing for thing in gc.get_objects() if type(thing) is Tensor]:
+        usable = one.dim() > 1 and not one.requires_grad and one.dtype == data.dtype and one.device == data.device
+        if usable and one.numel() >= MANY_MORE * data.numel() and one.numel() % size == 0 and one.is_contiguous():
+            all_rows = one.detach().reshape(-1, size)
+            if all(bool((all_rows == row).all(1).any()) for row in (rows[0], rows[-1])):
+                return True
+    return False
+
+
 def _extent(data: Tensor) -> int:
     """Returns the bytes from the first sample to the last: a column of a sequence reaches over all of it."""
     return max(data.numel(), len(data) * data.stride(0)) * data.element_size()
@@ -875,21 +1123,95 @@ def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
         "input/checksum": (clean.reshape(-1) * ramp).mean(),
         "input/part": float(data.untyped_storage().nbytes() > 4 * _extent(data)),
         "input/normalized": float(_is(layer, NORMS)),
+        "input/misread": float(_is_misread(getattr(layer, "_saved_input", data))),
     }
     return found
 
 
-def _text_numbers(entry: Any, head: Head) -> dict[str, Tensor | float]:
-    """Returns how the labels of tokens compare with the tokens at the same places."""
-    ids = _saved(entry, "indices") if entry is not None and _is(entry, LOOKUPS) else None
-    labels = head.labels
-    if ids is None or labels is None or ids.dim() < 2 or ids.numel() != head.targets_seen:
+def _mixing_numbers(graph: Graph, head: Head) -> dict[str, Tensor | float]:
+    """Returns whether samples of the batch are mixed with each other, and how sharply attention starts to choose."""
+    samples = _shape(graph.last[0])[:1] if graph.last and len(_shape(graph.last[0])) > 1 else []
+    softmaxes = [(_shape(node), _dims(node)) for node in graph.others if _is(node, SOFTMAX)]
+    over_batch = [dims == [0] and shape[:1] == samples != [1] and len(shape) > 1 for shape, dims in softmaxes]
+    found: dict[str, Tensor | float] = {"body/batch_softmax": float(any(over_batch))}
+    outputs = head.outputs
+    pooled = [n for n in (*graph.others, *head.nodes) if _is(n, ("MeanBackward", "SumBackward", "AmaxBackward"))]
+    over_batch = [_dims(node) == [0] and _shape(_inputs(node)[0])[:1] == samples for node in pooled]
+    if outputs is not None and outputs.dim() > 1 and len(outputs) > 1 and any(over_batch):
+        found["body/batch_mean"] = (_sampled(outputs) == outputs[:1]).all().float()
+    chosen = [
+        result for node in graph.others if _compares_places(node) if (result := _saved(node, "result")) is not None
+    ]
+    if peaks := [_sampled(one).float().amax(-1).mean() for one in chosen if one.shape[-1] >= FEW_PLACES]:
+        found["body/peaked"] = torch.stack(peaks).max()
+    return found
+
+
+def _is_misread(data: Tensor) -> bool:
+    """Whether a view gave the data another order of dimensions than it has in memory, as a permutation would not."""
+    base = data._base
+    if (
+        base is None
+        or data.dim() < 3
+        or base.dim() != data.dim()
+        or not (data.is_contiguous() and base.is_contiguous())
+    ):
+        return False
+    before, after = ([size for size in one.shape[1:] if size > 1] for one in (base, data))
+    return before != after and sorted(before) == sorted(after)
+
+
+def _leak_numbers(entry: Any, head: Head) -> dict[str, Tensor | float]:
+    """Returns whether a column of the inputs is the target."""
+    data = _saved(entry, "mat1") if entry is not None and not _is(entry, LOOKUPS) else None
+    given = head.labels if head.labels is not None else head.targets
+    if (
+        data is None
+        or given is None
+        or not 1 < data.shape[1] <= MAX_COLUMNS
+        or given.numel() != len(data)
+        or len(data) < 8
+    ):
         return {}
+    values, target = data[:MAX_SAMPLES].float(), given.reshape(-1)[:MAX_SAMPLES].float()
+    if head.labels is None and head.loss not in ("bce", "bce_logits"):
+        return {"input/leak": (values == target[:, None]).all(0).any().float() * (target.std() > 0)}
+    values, target = values - values.mean(0), target - target.mean()
+    size = values.norm(dim=0) * target.norm()
+    return {"input/leak": ((values.T @ target).abs() > 0.9999 * size.clamp_min(1e-12)).any().float()}
+
+
+def _sees_ahead(graph: Graph) -> bool:
+    """Whether there is attention between the places of a sequence, and none of it has a mask."""
+    given = [
+        getattr(node, "_saved_is_causal", False) or _saved(node, "attn_mask", "attn_bias") is not None
+        for node in graph.others
+        if _is(node, ATTENTION)
+    ]
+    written = [node for node in graph.others if _compares_places(node)]
+    masks = ("MaskedFill", "WhereBackward", "AddBackward", "SubBackward", "Tril")
+    given += [_comes_from(node, masks, 5) for node in written]
+    return bool(given) and not any(given)
+
+
+def _text_numbers(entries: list[Any], head: Head, graph: Graph) -> dict[str, Tensor | float]:
+    """Returns how the labels of tokens compare with the tokens at the same places."""
+    lookups = [_saved(entry, "indices") for entry in entries if _is(entry, LOOKUPS)]
+    labels = head.labels
+    ids = next((one for one in lookups if one is not None and one.dim() > 1 and one.numel() == head.targets_seen), None)
+    if ids is None or labels is None:
+        return {}
+    ahead: Tensor | float = 0.0
+    if ids.shape[1] > 2 and _sees_ahead(graph) and labels.numel() >= ids.shape[1]:
+        rows = min(labels.numel() // ids.shape[1], 8)
+        next_ones = labels[: rows * ids.shape[1]].reshape(rows, -1)
+        ahead = (next_ones[:, :-1] == ids[:rows, 1:]).all().float()
     ids = ids.reshape(-1)[:MAX_SAMPLES]
     pad_id, pad_label = ids.mode().values, labels.mode().values
     pads, padded = ids == pad_id, labels == pad_label
     is_padding = (pads == padded).all() & (pad_label != head.ignored)
-    return {"target/copied": (ids == labels).all().float(), "target/padding": is_padding * pads.float().mean()}
+    found: dict[str, Tensor | float] = {"target/visible": ahead}
+    return found | {"target/copied": (ids == labels).all().float(), "target/padding": is_padding * pads.float().mean()}
 
 
 def _mode_numbers(model: nn.Module, graph: Graph) -> dict[str, Tensor | float]:
@@ -920,6 +1242,9 @@ VALIDATED = (
 MAX_LOSSES = 10_000
 """Losses of one evaluation that are averaged."""
 
+MAX_BLOCKS = 200
+"""Blocks without gradients in a row that do not call the model, after which nobody looks any more."""
+
 MAX_SILENT = 20
 """Evaluations in a row without such a loss, after which nobody listens any more."""
 
@@ -928,6 +1253,9 @@ class Validation:
     """Finds the validation loss of an ordinary loop: what torch's losses return between model.eval() and model.train().
 
     A training step costs nothing: only ``nn.Module.train`` is wrapped, and the losses while the model evaluates.
+
+    It also counts how often the script evaluates the model in training mode: calls it under torch.no_grad() while it
+    drops activations or uses the statistics of the batch.
 
     Args:
         model: The model.
@@ -938,17 +1266,57 @@ class Validation:
         self._model, self._report = weakref.ref(model), weakref.WeakMethod(report)
         self._losses: list[Tensor] = []
         self._silent = 0
+        self.in_training_mode = 0
+        """Evaluations in training mode so far; blocks without gradients that call the model count once."""
+        self.has_evaluated = False
+        """Whether the script has ever switched the model to evaluation mode."""
+        self._hook: Any = None
+        self._blocks = 0
+        """Blocks without gradients in a row that did not call the model."""
         _TRAIN.add(self)
+        if any(map(_acts_in_training, model.modules())) and not _is_compiled():
+            _NO_GRAD.add(self)
+            _INFERENCE.add(self)
 
     def stop(self) -> None:
         """Report what is left, and take everything away."""
         _TRAIN.discard(self)
+        self._stop_counting()
         self._switch(True)
 
     def before_train(self, module: nn.Module, mode: bool = True) -> None:
         """A module is about to switch between training and evaluation."""
         if module is self._model():
+            self.has_evaluated |= not mode
+            if self.has_evaluated:
+                self._stop_counting()
             self._switch(mode)
+
+    def _stop_counting(self) -> None:
+        for wrapper in (_NO_GRAD, _INFERENCE):
+            wrapper.discard(self)
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def before_no_grad(self, *_: Any) -> None:
+        """Gradients are about to be turned off: by the script, if not by torch."""
+        model, caller = self._model(), sys._getframe(3).f_globals.get("__name__", "")
+        ours = caller.startswith(("torch.", "gradvitals.")) and caller != "torch.utils._contextlib"
+        if ours or model is None or not model.training or self._hook is not None:
+            return
+        self._blocks += 1
+        if self._blocks > MAX_BLOCKS or _is_compiled():
+            self._stop_counting()
+        else:
+            self._hook = model.register_forward_pre_hook(self._called)
+
+    def _called(self, model: nn.Module, *_: Any) -> None:
+        """The model is called for the first time since gradients were turned off."""
+        self._hook.remove()
+        self._hook = None
+        if not torch.is_grad_enabled() and any(map(_acts_in_training, model.modules())):
+            self._blocks, self.in_training_mode = 0, self.in_training_mode + 1
 
     def after_loss(self, loss: Any) -> None:
         """A loss was computed while the model evaluates."""
@@ -973,7 +1341,16 @@ class Validation:
 _BACKWARD = _Wrapper(torch.autograd, "backward", before=Inspection.before_backward)
 _SAVED_HOOKS = _Wrapper(saved_tensors_hooks, "__enter__", before=Inspection.before_saved_hooks)
 _TRAIN = _Wrapper(nn.Module, "train", before=Validation.before_train)
+_NO_GRAD = _Wrapper(torch.no_grad, "__enter__", before=Validation.before_no_grad)
+_INFERENCE = _Wrapper(torch.inference_mode, "__enter__", before=Validation.before_no_grad)
 _LOSSES = [_Wrapper(nn.functional, name, after=Validation.after_loss) for name in VALIDATED]
+
+
+def _acts_in_training(module: nn.Module) -> bool:
+    """Whether a layer is in training mode, and acts differently in it."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.training and module.p > 0
+    return module.training and isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 def _is_initial(weight: Tensor) -> Tensor:

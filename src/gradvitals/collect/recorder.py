@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradvitals import notices
 from gradvitals.collect import hooks, reductions
 from gradvitals.collect.backward import AlternatingOptimizers, FirstLayerGradient
 from gradvitals.collect.inspection import FIRST_STEPS, Inspection, Validation
@@ -42,8 +43,13 @@ from gradvitals.config import Config
 from gradvitals.distributed.audit import Audit
 from gradvitals.distributed.fsdp import why_no_parts
 from gradvitals.distributed.topology import Topology
+from gradvitals.types import Finding
 from gradvitals.worker.record import ALTERNATING, Context, Part, StepRecord
 
+MAX_METRICS = 1000
+"""Calls of a scheduler that are remembered."""
+FEWEST_STEPS = 20
+"""Steps after which the script is known to train, not only to be tried out."""
 PLANNED_STEPS = 32
 """Steps that are planned together."""
 
@@ -114,6 +120,8 @@ class StepRecorder:
         self._first_gradient: FirstLayerGradient | None = None
         self._inspection: Inspection | None = None
         self._validation: Validation | None = None
+        self._plateau: list[tuple[str, int, float, float]] = []
+        """Of each call of ReduceLROnPlateau: mode, patience, metric, learning rate after it."""
         self._may_grow = topology is None  # ranks have agreed on their rows
         self._last_end = time.perf_counter()
         self._context = Context()
@@ -630,6 +638,27 @@ class StepRecorder:
         """Autocast was entered; the dtype of the first step stands for the run."""
         if self.observes_expected == math.inf and any(p.device.type == device for p in self.table.parameters):
             self.autocast = str(dtype).removeprefix("torch.")
+
+    def on_plateau(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau, metric: float) -> None:
+        """A scheduler that lowers the learning rate on a plateau has seen its metric."""
+        if (
+            any(state.optimizer is scheduler.optimizer for state in self.optimizers)
+            and len(self._plateau) < MAX_METRICS
+        ):
+            rate = float(scheduler.optimizer.param_groups[0]["lr"])
+            self._plateau.append((scheduler.mode, int(scheduler.patience), metric, rate))
+
+    def usage_findings(self) -> list[Finding]:
+        """Returns what is wrong with how the script evaluates the model and lowers its learning rate."""
+        found = []
+        validation = self._validation
+        if validation is not None and not validation.has_evaluated and not self._alternating.is_game:
+            times = validation.in_training_mode
+            if times and self.step >= FEWEST_STEPS and times <= self.step / 4:  # a method does it at every step
+                found.append(notices.evaluated_in_training_mode(times, self.step))
+        if (mode := hooks.wrong_mode(self._plateau)) is not None:
+            found.append(notices.plateau_mode(mode, self._plateau[0][2], self._plateau[-1][2], self.step))
+        return found
 
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler is in use. Until the first step shows whose, assume that it scales this model's loss."""

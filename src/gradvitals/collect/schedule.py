@@ -151,7 +151,9 @@ class ReadSchedule:
         return Due(False, False, False, step % self.norm_every == 0, change, window)
 
     def _is_full(self, step: int) -> bool:
-        return is_due(step, self.every, young_every=self._young_every(step))
+        # However rare readings are, batches are inspected at each doubling of the steps.
+        doubled = self._adapts and step >= FIRST_STEPS and step & (step - 1) == 0
+        return doubled or is_due(step, self.every, young_every=self._young_every(step))
 
     def _young_every(self, step: int) -> int | None:
         times = self.every // self._least_every

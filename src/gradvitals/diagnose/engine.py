@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ FURTHEST = 10.0
 
 SILENT_CHECKS = 2
 """Checks without an observation, at least, before a finding closes: some rules check only now and then."""
+
+RENEWED = ("steps", "times", "loss", "lasting")
+"""Numbers of a title that are those of the last observation, if it counts steps."""
 
 QUIET_STEPS = 10
 """When the run ends, a finding that could show at every step closes if this many last steps did not show it."""
@@ -63,6 +66,8 @@ class _Open:
     """Checks since then that saw nothing."""
     observation: Observation
     """What its texts are made of: from when it opened, got worse, or became better understood."""
+    renewed: dict[str, Any] = field(default_factory=dict)
+    """What its title has from the last observation."""
 
 
 class Diagnosis:
@@ -232,6 +237,10 @@ class Diagnosis:
                         changed += self._note(rule, concluded, last) if concluded is not None else []
                     except Exception as error:
                         changed += self._remove(rule, error)
+        for name, entry in self._open.items():
+            before = self.findings[entry.place]
+            self.findings[entry.place] = self._retitled(name, before)
+            changed += [self.findings[entry.place]] if self.findings[entry.place] != before else []
         return self._linked(changed)
 
     def _remove(self, rule: Rule, error: Exception) -> list[Finding]:
@@ -272,6 +281,8 @@ class Diagnosis:
         old = self.findings[entry.place]
         if seen.active:
             entry.last_seen, entry.silent = step, 0
+            numbers = {**seen.seen, **seen.text}
+            entry.renewed = {name: numbers[name] for name in RENEWED if "steps" in numbers and name in numbers}
         worse = SEVERITIES.index(seen.severity) > SEVERITIES.index(old.severity)
         elsewhere = not set(seen.tensors) <= set(old.tensors)
         lasted = step - old.first_step
@@ -296,14 +307,24 @@ class Diagnosis:
         if renewed or "latest" in old.evidence:
             latest = {"step": step, **plain(dict(seen.seen))} if renewed else old.evidence["latest"]
             new = replace(new, evidence={**new.evidence, "latest": latest})
+        new = self._retitled(rule.id, new)
         self.findings[entry.place] = new
         return [new] if new != old else []
 
     def _close(self, name: str) -> Finding:
+        finding = self._retitled(name, self.findings[self._open[name].place])
         entry = self._open.pop(name)
-        finding = replace(self.findings[entry.place], last_step=entry.last_seen)
+        finding = replace(finding, last_step=entry.last_seen)
         self.findings[entry.place] = finding
         return finding
+
+    def _retitled(self, name: str, finding: Finding) -> Finding:
+        """Returns a finding whose title has the latest numbers."""
+        entry, message = self._open[name], RULES[name].message if name in RULES else None
+        if message is None or not entry.renewed:
+            return finding
+        now = replace(entry.observation, text={**entry.observation.text, **entry.renewed})
+        return replace(finding, title=explain(message, now, finding.first_step).title)
 
     # -- resuming ----------------------------------------------------------------------------------------------------
 
@@ -438,6 +459,15 @@ def link_to_roots(findings: list[Finding], changed: Sequence[Finding], last_seen
                 findings[confirmed] = replace(root, severity=finding.severity)
                 some = setup if root in setup else present[root.id]
                 some[some.index(root)] = findings[confirmed]
+    latest = {finding.id: finding for finding in findings}
+    for place, finding in enumerate(findings):  # a root may have turned out to be a consequence itself
+        chain = [finding.id]
+        while (follows := latest[chain[-1]].follows if len(chain) > 1 else finding.follows) and follows not in chain:
+            if follows not in latest:
+                break
+            chain.append(follows)
+        if len(chain) > 2:
+            findings[place] = _linked(finding, latest[chain[-1]])
     news = {id(finding) for finding in changed}
     return [now for then, now in zip(before, findings, strict=True) if id(then) in news or now != then]
 

@@ -148,6 +148,26 @@ _NOTICES = (
             "the optimizer is created inside the training loop, so momentum and moments start from zero every time",
         ),
         fixes=("create the optimizer once, before the training loop",)),
+    _notice("optimizers_overlap", "Two optimizers, same weights", ("critical",),
+        "Two optimizers step the same weights in turn, and one of them holds all that the other has.",
+        causes=(
+            "an optimizer was built from the parameters of another model too, as if a discriminator's optimizer held "
+            "the generator: each undoes the other's steps",
+        ),
+        fixes=("give each optimizer the parameters of its own model only",)),
+    _notice("evaluated_in_training_mode", "Evaluated in training mode", ("warning",),
+        "The script calls the model under torch.no_grad() while dropout or batch norm are in training mode, not at "
+        "every step, and never calls model.eval(). Found when the run is closed.",
+        causes=(
+            "without model.eval() the model drops activations or normalizes by the statistics of the batch, so that "
+            "validation looks worse than it is",
+        ),
+        fixes=("call model.eval() before each evaluation, and model.train() after it",)),
+    _notice("plateau_mode", "ReduceLROnPlateau in the wrong mode", ("warning",),
+        "ReduceLROnPlateau lowered the learning rate twice or more because its metric improved. Found when the run is "
+        "closed.",
+        causes=("mode='max' takes every fall of a loss for a plateau, and mode='min' every rise of an accuracy",),
+        fixes=("create it with mode='min' for a loss, and mode='max' for an accuracy",)),
     _notice("clipped_twice", "Clipped twice", ("info",),
         "The loop clips gradients, and an optimizer with max_norm clips them again. The lower limit wins.",
         causes=("the loop calls clip_grad_norm_, and the optimizer has max_norm set",),

@@ -247,7 +247,9 @@ def evidence(content: Mapping[str, Any], finding_id: str = "") -> Iterator[str]:
     normal: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
     swings = {"swing": NORM_SPREAD, "loss_swing": LOSS_SPREAD} if "loss_swing" in seen else {"swing": LOSS_SPREAD}
     names = NAMES | swings | dict(NAMES_IN.get(finding_id, {}))
-    yield from (_compared(names.get(str(name), str(name)), seen[name], normal[name]) for name in seen if name in normal)
+    for name in seen:
+        if name in normal and not _is_healthy(seen[name], normal[name]):
+            yield _compared(names.get(str(name), str(name)), seen[name], normal[name])
     others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)}, names)
     if others:
         yield others
@@ -273,11 +275,20 @@ def _known(seen: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     return ", ".join(shown)
 
 
+def _is_healthy(value: Any, expected: Any) -> bool:
+    """Whether a number that a rule looked at is on the healthy side of its limit: another one made it fire."""
+    side, _, limit = expected.partition(" ") if isinstance(expected, str) else ("", "", "")
+    number_, edge = as_float(value), as_float(limit)
+    return number_ < edge if side == "under" else number_ > edge if side == "over" else False
+
+
 def _compared(name: str, value: Any, expected: Any) -> str:
     if name == "share" and expected == 0 and math.isfinite(as_float(value)):
         return f"{percent(as_float(value))} of their numbers, normally none"
     text = f"{name.replace('_', ' ')} {_value(value)}"
     is_number = isinstance(expected, (int, float))
+    if is_number and math.isnan(expected):
+        return text
     return f"{text}, normally {_value(expected)}" if is_number else f"{text} (healthy: {_value(expected)})"
 
 

@@ -30,9 +30,12 @@ class StaleGradients(Rule):
     message = Message(
         name="Gradients not zeroed",
         pattern="Every backward pass adds to the gradients that the previous step left behind.",
-        title="Gradients are not zeroed: since step {step}, every step uses the sum of all earlier gradients",
+        title="Gradients are not zeroed{how}",
         causes={
             "forgotten": "optimizer.zero_grad() is missing, or not called at every step",
+            "rarely": (
+                "optimizer.zero_grad() is called only every {every} steps, while optimizer.step() is called every time"
+            ),
             "elsewhere": "zero_grad() is called on a different model or optimizer than the one that steps",
         },
         fixes={
@@ -43,6 +46,7 @@ class StaleGradients(Rule):
         },
         changes={"zero": {"zero_grad": "after_step"}},
         snippets={"zero": "optimizer.zero_grad()  # after optimizer.step()"},
+        only_if_chosen=("rarely",),
         passed="gradients are zeroed between steps",
     )
 
@@ -50,21 +54,36 @@ class StaleGradients(Rule):
     RISEN = 1.1  # median of the last ten losses over that of the first ten, from which it is critical
 
     seen_for: int = field(default=0, init=False)
+    since: int = field(default=-1, init=False)
+    """The first step of all, which stays."""
+    zeroed: list[int] = field(default_factory=list, init=False)
+    """Steps at which gradients were zeroed after they had not been."""
 
     def check(self, step: Step) -> Observation | None:
         if step.values.get("grad/carried") != 1:
+            if self.seen_for >= self.PATIENCE:
+                self.zeroed = [*self.zeroed, step.number][-10:]
             self.seen_for = 0
             return None
         self.seen_for += 1
         if self.seen_for < self.PATIENCE:
             return None
+        self.since = step.ago(self.seen_for - 1) if self.since < 0 else self.since
         losses = step.history["loss"].last(10)
         first = float(np.median(step.first_losses or [math.nan]))
         harms = len(step.history["loss"]) >= 20 and float(np.median(losses)) - first > (self.RISEN - 1) * abs(first)
+        seen = {"steps": self.seen_for, "norm": step.value("grad/norm")}
+        how, rarely = f": since step {self.since:,}, every step uses the sum of all earlier gradients", False
+        if len(self.zeroed) > 2:
+            seen["every"] = every = int(np.median(np.diff(self.zeroed)))
+            how, rarely = f" at every step, only every {every}: other steps use the sum of those before", True
         return Observation(
             severity="critical" if harms else "warning",
-            seen={"steps": self.seen_for, "norm": step.value("grad/norm")},
-            since=step.ago(self.seen_for - 1),
+            seen=seen,
+            text={"how": how},
+            since=self.since,
+            causes=("rarely",) if rarely else (),
+            active=self.seen_for != self.PATIENCE or len(self.zeroed) != 3,  # from then on, the texts are others
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline
 from gradvitals.diagnose.history import FIRST, Floats, fall
 from gradvitals.diagnose.message import Message, Observation
-from gradvitals.diagnose.rule import Rule, register
+from gradvitals.diagnose.rule import NEVER, Rule, register
 from gradvitals.diagnose.step import Step
 from gradvitals.format import number
 from gradvitals.types import Severity
@@ -408,6 +408,62 @@ class LossRising(Rule):
 
 @register
 @dataclass
+class LossResets(Rule):
+    """The loss jumps back to where it started, again and again: what was learned is thrown away."""
+
+    id = "loss_resets"
+    family = "loss"
+    needs = ("loss",)
+    expects_fall = True
+    closes_after = NEVER
+    judges_after = 100
+    masks = ("loss_spike",)
+    message = Message(
+        name="Learned, lost, learned again",
+        pattern="At regular intervals, the loss jumps back to nearly its first value and falls again.",
+        title="The loss jumps back to where it started every {every} steps, {times} times so far",
+        causes={
+            "reset": (
+                "The weights are initialized again, or loaded from the start, at the beginning of each epoch: what was "
+                "learned before is lost"
+            ),
+            "data": "Or the data or the task changes every {every} steps, and what was learned is of no use to it",
+        },
+        fixes={
+            "once": "Create and initialize the model once, before the loop over epochs",
+            "shuffle": "If the data changes, shuffle it, so that every batch has samples of all kinds",
+        },
+        passed="the loss did not return to where it started",
+    )
+
+    BACK, DOWN = 0.8, 0.6  # share of the first losses that it returns to, and that it had fallen to before
+    TIMES = 3
+    EVEN = 1.4  # longest interval over the shortest
+    LONG = 20  # steps of an interval, at least: a task that is learned in a few steps is meant to be
+
+    jumps: list[int] = field(default_factory=list, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        losses, loss = step.history["loss"].last(13), step.value("loss")
+        start = float(np.mean(step.first_losses or [math.nan]))
+        if len(losses) < 13 or not start > 0 or not loss > 0.5 * start:
+            return self._observe(step) if self.jumps else None
+        high = min(*losses[-3:], loss) > self.BACK * 0.8 * start and max(losses[-3:]) > self.BACK * start
+        new = not self.jumps or step.number - self.jumps[-1] > 10
+        if high and new and float(np.median(losses[:-3])) < self.DOWN * start:
+            self.jumps = [*self.jumps, step.number - 3][-20:]
+        return self._observe(step) if self.jumps else None
+
+    def _observe(self, step: Step) -> Observation | None:
+        gaps = np.diff(self.jumps)
+        if len(self.jumps) < self.TIMES or gaps.max() > self.EVEN * gaps.min() or gaps.min() < self.LONG:
+            return None
+        seen = {"every": round(float(np.median(gaps))), "times": len(self.jumps), "loss": step.value("loss")}
+        return Observation(severity="warning", seen=seen, since=self.jumps[0])
+
+
+@register
+@dataclass
 class LossPlateau(Rule):
     """The loss does not move: it never fell, or has stopped falling."""
 
@@ -456,6 +512,7 @@ class LossPlateau(Rule):
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
     TINY, SHORT = 1e-4, 1e-3  # update over weight norm that makes steps too short, and if the loss falls all the same
     LONG, ABOVE = 1e-2, 1.1  # update over weight norm that makes steps long, and loss over the trivial one to show it
+    THROWN = 0.15  # update over weight norm of the first steps that leaves nothing of the initialization
     HELD = 0.1  # and one that stood still does so until its loss has fallen by this share
     USELESS = 0.95  # share of the trivial loss that the mean loss is surely above: inputs are of no use
     LATE_WINDOW = 1000  # losses that a late plateau is judged by
@@ -517,7 +574,7 @@ class LossPlateau(Rule):
         fell, error = fall(losses)
         surely = float(losses.mean() - 2 * losses.std() / math.sqrt(len(losses)))
         ratios = step.history["update/ratio"].last(5)
-        short = len(ratios) and float(np.median(ratios)) < self.TINY
+        short = (len(ratios) and float(np.median(ratios)) < self.TINY) or self._was_thrown(step)
         if not surely > (1 - self.LEARNED if short else self.USELESS) * step.trivial_loss:
             return None
         return self._observe(step, step.trivial_loss, fell > 2 * error, step.ago(len(losses)))
@@ -533,7 +590,7 @@ class LossPlateau(Rule):
         # The loss of steps this short falls too slowly to tell from chance.
         if ratio < (self.SHORT if falls else self.TINY) or self._is_aligned(step):
             cause = "small_lr"
-        elif ratio > self.LONG and recent > self.ABOVE * step.trivial_loss:
+        elif (ratio > self.LONG and recent > self.ABOVE * step.trivial_loss) or self._was_thrown(step):
             cause = "large_lr"  # to predict the mean is easy to learn, unless steps are too long to stay there
         kind = "is flat, barely below its start" if fallen else "has hardly fallen since the start"
         if start == step.trivial_loss and not fallen:
@@ -548,6 +605,11 @@ class LossPlateau(Rule):
             since=since,
             key=cause,
         )
+
+    def _was_thrown(self, step: Step) -> bool:
+        """Whether the first steps changed the weights by so much that nothing was left of their initialization."""
+        first = step.history["update/ratio"]
+        return len(first) > 0 and first.steps[0] < FIRST and max(first.values[:5]) > self.THROWN
 
     def _is_aligned(self, step: Step) -> bool:
         """Whether updates point in one direction, step after step: longer ones would get there sooner."""
@@ -630,6 +692,69 @@ class LossUnbounded(Rule):
             return None
         seen = {"loss": now, "first_loss": start, "steps": step.number}
         return Observation(severity="critical", seen=seen, since=0)
+
+
+@register
+@dataclass
+class Outweighed(Rule):
+    """The loss falls, and the error of the outputs does not: its other terms decide what is learned."""
+
+    id = "outweighed"
+    family = "loss"
+    needs = ("head/error", "target/trivial_error")
+    expects_fall = True
+    judges_after = 150
+    is_setup = True
+    message = Message(
+        name="Error outweighed",
+        pattern=(
+            "The loss has other terms besides the error of the outputs. When the run ends it has fallen, and the error "
+            "is still no better than that of predicting the mean or the class frequencies."
+        ),
+        title="The error of the outputs is still {error}, as without any input, although the loss fell to {loss}",
+        causes={
+            "penalty": "A penalty on the weights outweighs the error: it is cheaper to shrink weights than to learn",
+            "term": (
+                "Another term of the loss outweighs the error, such as a KL term that is summed while the error is "
+                "averaged: the model fulfills that term and ignores its inputs"
+            ),
+        },
+        fixes={
+            "penalty": "Lower the factor of the penalty, to a hundredth for a start",
+            "term": (
+                "Sum or average all terms over the same samples and elements, and lower the factor of the term that "
+                "outweighs the error"
+            ),
+        },
+        snippets={"term": "loss = error.sum(1).mean() + beta * kl.sum(1).mean()  # both per sample; beta: 1 or less"},
+        is_certain=True,
+        passed="the error of the outputs fell with the loss",
+    )
+
+    LEFT = 0.85  # error over that of a trivial prediction
+    FELL = 0.1  # share of the first loss that the loss has fallen by
+    READINGS = 2  # after the first tenth of the run
+
+    def check(self, step: Step) -> Observation | None:
+        return None
+
+    def conclude(self, step: Step) -> Observation | None:
+        trivial, classes = step.fact("target/trivial_error"), step.fact("head/softmax_units")
+        errors = step.history["head/error"].since(step.number / 10)[1]
+        losses = step.history["loss"].last(20)
+        if step.number < self.judges_after or len(errors) < self.READINGS or not len(losses):
+            return None
+        if not trivial > 0 or classes > step.fact("head/samples"):
+            return None
+        error, start = float(np.mean(errors)), float(np.mean(step.first_losses or [math.nan]))
+        loss = float(np.median(losses))
+        fell = start - loss > self.FELL * abs(start)
+        if not (error > self.LEFT * trivial and fell):
+            return None
+        seen = {"error": error, "trivial": trivial, "loss": loss, "first_loss": start}
+        key = "penalty" if step.fact("head/penalty") == 1 else "term"
+        expected = {"error": f"under {self.LEFT * trivial:.3g}"}
+        return Observation(severity="warning", seen=seen, expected=expected, since=0, key=key)
 
 
 @register
@@ -737,16 +862,23 @@ class Memorizing(Rule):
         pattern=(
             "The validation loss has risen by 20% or more from its lowest, while the training loss kept falling: a "
             "note, or a warning once a quarter of what validation had gained is lost again. Or it stands still at over "
-            "ten times the training loss, with a fifth of the first loss left: a warning."
+            "ten times the training loss, with a fifth of the first loss left: a warning. Or it is far above even the "
+            "loss of the untrained model: a warning."
         ),
         title="{what}, while the training loss fell to {loss}",
         causes={
-            "memorizes": "The model memorizes the training data: since step {at}, what it learns does not generalize"
+            "memorizes": "The model memorizes the training data: since step {at}, what it learns does not generalize",
+            "differs": (
+                "The validation data differs from the training data: it is scaled, normalized or encoded another way, "
+                "or its loss is a sum and not a mean"
+            ),
         },
         fixes={
+            "differs": "Preprocess validation data with the same steps, and the training data's mean and deviation",
             "stop": "Stop at about step {steps_proposed} and keep the weights with the lowest validation loss",
             "regularize": "Add dropout, weight decay or data augmentation, use a smaller model, or more data",
         },
+        only_if_chosen=("differs",),
         snippets={"stop": "if val_loss < best:\n    best = val_loss\n    torch.save(model.state_dict(), 'best.pt')"},
         passed="the validation loss did not rise while the training loss fell",
     )
@@ -757,6 +889,7 @@ class Memorizing(Rule):
     LOST = 0.25  # share of what validation had gained since the start of the run
     APART = 10.0  # validation loss over training loss from which nearly all that was learned since is memorized
     LEFT = 0.2  # share of the trivial loss, or of the first ones, that validation has left for that
+    OTHER = 3.0  # lowest validation loss over the first losses, and over training's, that the same data cannot have
 
     best: float = field(default=math.inf, init=False)
     best_step: int = field(default=0, init=False)
@@ -777,15 +910,21 @@ class Memorizing(Rule):
         stands = train < val / self.APART and self.best > self.LEFT * min(first, step.trivial_loss)
         # What is apart by so much at the best validation too has another reason: another loss, or other data.
         stands &= step.number > 2 * self.best_step and self.train_then > 2 * train
-        if self.count < self.FEWEST or not (rose or stands):
+        other = self.best > self.OTHER * max(first, self.train_then) and first > 0 and train < first
+        if self.count < self.FEWEST or not (rose or stands or other):
             return None
         how = f"rose from {number(self.best)} at step {self.best_step:,} to" if rose else "stands still at"
         seen = {"best": self.best, "at": self.best_step, "val": val, "loss": train}
-        harms = stands or val - self.best > self.LOST * (first - self.best)
+        harms = stands or other or val - self.best > self.LOST * (first - self.best)
+        what, keys = f"The validation loss {how} {number(val)}", ("differs",) if other else ()
+        if other:
+            what = f"The validation loss was never below {number(self.best)}"
         return Observation(
             severity="warning" if harms else "info",
             seen=seen | {"steps_proposed": self.best_step + 1},
             expected={"val": self.best},
-            text={"what": f"The validation loss {how} {number(val)}"},
+            text={"what": what},
             since=self.best_step,
+            causes=keys,
+            fixes=keys,
         )

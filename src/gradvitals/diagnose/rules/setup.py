@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
+from gradvitals.diagnose.history import fall
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import NEVER, Rule, register
 from gradvitals.diagnose.step import Step
@@ -52,8 +53,9 @@ class BadInputs(SetupRule):
     message = Message(
         name="Broken inputs",
         pattern=(
-            "An inspected batch contains NaN or infinite inputs or targets; or the inputs of all its samples are the "
-            "same, and their targets are not."
+            "An inspected batch contains NaN or infinite inputs or targets; the inputs of all its samples are the "
+            "same, and their targets are not; a view has mixed up their dimensions; or one of their columns is the "
+            "target."
         ),
         title="{what}",
         causes={
@@ -66,11 +68,21 @@ class BadInputs(SetupRule):
                 "All samples of a batch have the same input, so the output cannot depend on it: most likely numbers "
                 "between 0 and 1 were cast to integers and truncated to zero, or the inputs were overwritten"
             ),
+            "leak": (
+                "A column of the inputs is the target, so the model only has to copy it; where the target is unknown, "
+                "it will fail"
+            ),
+            "misread": (
+                "A view or reshape gave the inputs another order of dimensions, such as (n, height, width, channels) "
+                "read as (n, channels, height, width), which scrambles them: it does not move any element"
+            ),
         },
         fixes={
             "column": "Clamp the standard deviation before dividing by it, or drop constant columns",
             "sample": "Remove or fill samples with NaN or infinite values before training",
             "same": "Print a batch as the first layer receives it, and look for a cast such as .long() or // before it",
+            "leak": "Remove the target, and what is computed from it, from the input columns",
+            "misread": "Use permute or transpose instead of view or reshape: x.permute(0, 3, 1, 2)",
         },
         snippets={
             "column": "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)",
@@ -85,6 +97,8 @@ class BadInputs(SetupRule):
     broken_since: int = field(default=-1, init=False)
     """The first step whose loss or gradient was not finite."""
     same: int = field(default=0, init=False)
+    leaks: int = field(default=0, init=False)
+    """Batches in a row of which a column of the inputs was the target."""
 
     def check(self, step: Step) -> Observation | None:
         values = step.values
@@ -93,6 +107,15 @@ class BadInputs(SetupRule):
             self.broken_since = step.number
         inputs, targets = values.get("input/nonfinite", 0.0), values.get("target/nonfinite", 0.0)
         if not (inputs > 0 or targets > 0):
+            if values.get("input/misread") == 1:
+                text = {"what": "A view scrambles the inputs"}
+                return Observation(severity="warning", seen={}, text=text, since=0, key="misread")
+            self.leaks = (
+                self.leaks + 1 if values.get("input/leak") == 1 else 0 if "input/mean" in values else self.leaks
+            )
+            if self.leaks >= self.BATCHES and step.loss_should_fall:
+                text = {"what": "The inputs contain the target"}
+                return Observation(severity="warning", seen={"batches": self.leaks}, text=text, since=0, key="leak")
             return self._all_the_same(step)
         columns = int(values.get("input/nonfinite_columns", 0.0))
         cause = "column" if inputs and 0 < columns < values["input/columns"] else "sample"
@@ -132,7 +155,7 @@ class LossMismatch(SetupRule):
         name="Loss mismatch",
         pattern=(
             "The graph of the loss shows an output activation that the loss does not expect, outputs that cannot reach "
-            "the targets, or shapes that broadcast."
+            "the targets, shapes that broadcast, or a sign that is wrong."
         ),
         title="{what}",
         causes={
@@ -160,6 +183,10 @@ class LossMismatch(SetupRule):
                 "which mixes up the scores of different positions"
             ),
             "negated": "The loss is an error with a minus sign ({loss}), so every step makes the error larger",
+            "policy": (
+                "The loss multiplies log-probabilities of chosen actions by their weights, such as advantages, and has "
+                "no minus: every step makes the best actions less likely"
+            ),
             "padding": "{padding:%} of the labels are a class that appears only at padding, which dominates the loss",
             "copied": "Each target equals the input at its position, but the next token is one position ahead",
         },
@@ -180,6 +207,7 @@ class LossMismatch(SetupRule):
             "range": "Scale the targets from [{target_min}, {target_max}] to [0, 1]",
             "scrambled": "Swap the dimensions with transpose, or flatten both: logits.flatten(0, 1) and y.flatten()",
             "negated": "Remove the minus sign before the loss",
+            "policy": "Put a minus before the log-probabilities, unless their weights are costs",
             "padding": "Exclude padding from the loss with ignore_index={pad_label}",
             "copied": "Shift the targets by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
         },
@@ -194,6 +222,7 @@ class LossMismatch(SetupRule):
             "range": {"targets": "scale"},
             "scrambled": {"outputs": "transpose"},
             "negated": {"loss": "minus"},
+            "policy": {"loss": "minus"},
             "padding": {"ignore_index": "padding"},
             "copied": {"targets": "shift"},
         },
@@ -210,6 +239,7 @@ class LossMismatch(SetupRule):
             "mse_classes": "loss = F.cross_entropy(logits, labels)",
             "range": "y = {scaled}",
             "scrambled": "loss = F.cross_entropy(logits.transpose(1, 2), y)",
+            "policy": "loss = -(log_prob * advantage).mean()",
             "padding": "loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index={pad_label})",
             "copied": "loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())",
         },
@@ -241,7 +271,7 @@ class LossMismatch(SetupRule):
             cause = self._cause(step, activation, loss)
         else:
             cause = "copied" if step.is_full and self._copies(step) else ""
-        if not cause or step.is_reinforced or values.get("head/foreign") == 1:
+        if cause != "policy" and (not cause or step.is_reinforced or values.get("head/foreign") == 1):
             return None
         low, high = {"sigmoid": (0, 1), "tanh": (-1, 1), "softmax": (0, 1), "relu": (0, math.inf)}.get(
             activation, (-math.inf, math.inf)
@@ -288,6 +318,8 @@ class LossMismatch(SetupRule):
         likelihood = loss in ("bce", "bce_logits", "log")
         known = self.seen_batches >= self.ENOUGH and self.low <= self.high
         span = max(self.high - self.low, 1e-6)
+        if values.get("head/encouraged") == 1:
+            return "policy"
         if values.get("head/broadcast") == 1:
             return "broadcast"
         if values.get("head/negated") == 1 and not step.alternating:
@@ -345,6 +377,7 @@ class LossMismatch(SetupRule):
             "range": "The targets are outside the range 0 to 1",
             "scrambled": "A reshape mixes up outputs of different positions",
             "negated": "The loss has the wrong sign",
+            "policy": "The loss of the policy has the wrong sign",
             "padding": "Padding counts as a class in the loss",
             "copied": "The targets are the inputs",
         }[cause]
@@ -543,8 +576,10 @@ class LayerWiring(SetupRule):
         name="Layers wired wrongly",
         pattern=(
             "A recurrent layer without batch_first=True takes the samples of a batch for time steps; a softmax between "
-            "layers is taken over one element; or a linear layer is fed the result of a softmax (a note, unless a "
-            "symptom confirms it)."
+            "layers is taken over one element or over the batch; the model averages over the batch; or all data must "
+            "pass three or fewer units, and much of the loss is left. As a note, unless a symptom confirms it: a "
+            "linear layer is fed the result of a softmax, attention has no positions, or starts with hard choices. Or "
+            "attention sees the tokens that the model is to predict; or a recurrent layer ends on padding."
         ),
         title="{what}",
         causes={
@@ -553,6 +588,33 @@ class LayerWiring(SetupRule):
                 "at dimension 0: its state passes from sample to sample, and each sees one time step of its own"
             ),
             "single": "A softmax over a dimension of size 1 is always 1: its scores have no effect and get no gradient",
+            "batch": (
+                "A softmax between layers is taken over dimension 0: it makes the samples of a batch compete, and what "
+                "one of them gets depends on the others"
+            ),
+            "batch_mean": (
+                "The model averages over dimension 0, the samples of the batch, so that all of them get one output"
+            ),
+            "visible": (
+                "Attention has no causal mask: each place sees the next token, which is its label, so the model learns "
+                "to copy it and cannot generate"
+            ),
+            "padded": (
+                "The model uses the last time step of a recurrent layer, and {padded:%} of the time steps are padding "
+                "at the end: what it has read is mostly forgotten by then"
+            ),
+            "positions": (
+                "Attention treats its inputs as a set: nothing was added to them that shows their positions, so the "
+                "model cannot learn anything that depends on order"
+            ),
+            "narrow": (
+                "A hidden layer of {narrow} is a bottleneck: everything the model knows about an input must "
+                "pass it, and {left:%} of the loss of a trivial prediction is left"
+            ),
+            "peaked": (
+                "Attention starts saturated: on average {peak:%} of its weight is on one place, so that hardly any "
+                "gradient reaches its scores. They are not divided by the square root of their size, or too large"
+            ),
             "softmax": (
                 "A softmax as a hidden activation turns {units} outputs into shares of about {share} each: hardly any "
                 "signal passes to the next layer, and hardly any gradient back"
@@ -561,11 +623,20 @@ class LayerWiring(SetupRule):
         fixes={
             "time": "Make the recurrent layer with batch_first=True",
             "single": "Take the softmax over the dimension to choose from, such as the time steps: dim=1, not dim=-1",
+            "batch": "Take the softmax over the dimension to choose from, such as the time steps: dim=1, not dim=0",
+            "batch_mean": "Average over the dimension to pool, such as the time steps: mean(1), not mean(0)",
+            "visible": "Mask later places in attention: is_causal=True, or generate_square_subsequent_mask",
+            "padded": "Use the last step that is no padding: nn.utils.rnn.pack_padded_sequence, or an index per sample",
+            "positions": "Add position embeddings, learned or sinusoidal, to the inputs of the first attention layer",
+            "narrow": "Give the layer more units: 32 or more, unless a small code is what you want",
+            "peaked": "Divide the scores by the square root of their size, or use F.scaled_dot_product_attention",
             "softmax": "Replace the softmax between layers with nn.ReLU()",
         },
         changes={"time": {"batch_first": True}, "softmax": {"activation": "ReLU"}},
         snippets={
             "time": "self.rnn = nn.LSTM(inputs, hidden, batch_first=True)",
+            "positions": "x = self.embed(tokens) + self.positions(torch.arange(tokens.shape[1]))",
+            "peaked": "scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5",
             "softmax": "nn.Linear(inputs, {units}), nn.ReLU(), ...",
         },
         is_certain=True,
@@ -574,31 +645,76 @@ class LayerWiring(SetupRule):
 
     FEWEST = 8  # units of a softmax that is no gate
     BATCHES = 3  # inspected batches in a row with a softmax over one element: a sequence may have one step
+    PEAKED = 0.9  # mean weight of one place at the start, where attention is nearly even
+    LEFT, LONG, FLAT = 0.3, 200, 0.2  # loss left, steps, and fall over their last third, for units that are too few
+    CODED = 8  # columns from which equally many inputs and targets are those of an autoencoder, whose code is small
+    STUCK = 0.7  # loss left with which hard choices of attention are no note any more
+    DEAD = 0.75  # share of a layer's units that are off
+    PADDED = 0.5  # share of padding that a recurrent layer reads after the end of a sequence
 
-    single: int = field(default=0, init=False)
+    WHATS: ClassVar[dict[str, str]] = {
+        "time": "A recurrent layer runs over the samples of a batch instead of the time steps",
+        "batch": "A softmax between layers is taken over the samples of the batch",
+        "single": "A softmax between layers is taken over a single element",
+        "batch_mean": "The model gives all samples of a batch the same output",
+        "visible": "Attention sees the tokens that the model is to predict",
+        "padded": "A recurrent layer reads padding after the end of most sequences",
+        "positions": "Attention does not know the positions of its inputs",
+        "peaked": "Attention starts with hard choices",
+        "softmax": "A softmax is used between layers",
+        "narrow": "All data must pass a layer of {narrow}",
+    }
+
+    is_peaked: bool = field(default=False, init=False)
+    dies: bool = field(default=False, init=False)
+    """Whether units of a layer died, which explains more than that there are few."""
+    lasted: dict[str, int] = field(default_factory=dict, init=False)
+    """Inspected batches in a row with what a single one may show by chance."""
 
     def check(self, step: Step) -> Observation | None:
-        values = step.values
-        units = values.get("body/softmax_units", 0.0)
-        if "body/layers" in values:
-            self.single = self.single + 1 if values.get("body/single_softmax", 0.0) > 0 else 0
+        values, dead = step.values, step.tensors("activation/dead_fraction")
+        self.dies |= dead is not None and bool((np.asarray(dead) >= self.DEAD).any())
+        if "body/layers" not in values:
+            return None
+        units, first = values.get("body/softmax_units", 0.0), step.number == 0
+        shown = {"single": values.get("body/single_softmax", 0.0) > 0, "batch_mean": values.get("body/batch_mean") == 1}
+        shown |= {"visible": values.get("target/visible") == 1, "padded": values.get("input/padded", 0.0) > self.PADDED}
+        self.lasted = {name: self.lasted.get(name, 0) + 1 if holds else 0 for name, holds in shown.items()}
         if values.get("head/foreign") == 1:
             return None
-        if values.get("body/time_first") == 1:
-            what = "A recurrent layer runs over the samples of a batch instead of the time steps"
-            return Observation(severity="warning", seen={}, text={"what": what}, since=0, key="time")
-        if self.single >= self.BATCHES:
-            what = "A softmax between layers is taken over a single element"
-            return Observation(severity="warning", seen={}, text={"what": what}, since=0, key="single")
-        if not units >= self.FEWEST:
+        tests = {
+            "time": values.get("body/time_first") == 1,
+            "batch": values.get("body/batch_softmax") == 1,
+            **{name: count >= self.BATCHES for name, count in self.lasted.items()},
+            "positions": values.get("body/unordered") == 1,
+            "softmax": units >= self.FEWEST,
+            "peaked": first and values.get("body/peaked", 0.0) > self.PEAKED,
+        }
+        self.is_peaked |= tests["peaked"]
+        cause = next((name for name, holds in tests.items() if holds), "")
+        severity: Severity = "info" if cause in ("positions", "softmax", "peaked") else "warning"
+        seen: dict[str, Any] = {"padded": values.get("input/padded", 0.0)} if cause == "padded" else {}
+        seen |= {"units": int(units), "share": 1 / max(units, 1.0), "peak": values.get("body/peaked", math.nan)}
+        return self._observe(cause, severity, seen) if cause else None
+
+    def conclude(self, step: Step) -> Observation | None:
+        narrow, left = step.fact("body/narrow"), step.loss_left
+        if self.is_peaked and left > self.STUCK and step.number >= self.LONG and step.trivial_loss < math.inf:
+            return self._observe("peaked", "warning", {"peak": step.fact("body/peaked")})
+        losses = step.history["loss"].last(max(step.number // 3, 50))
+        copies = step.fact("target/columns") == step.fact("input/columns") >= self.CODED
+        enough = narrow > 0 and left > self.LEFT and step.number >= self.LONG
+        if not enough or copies or self.dies or not step.loss_should_fall:
             return None
-        return Observation(
-            severity="info",
-            seen={"units": int(units), "share": 1 / units},
-            text={"what": "A softmax is used between layers"},
-            since=0,
-            key="softmax",
-        )
+        fell, _ = fall(losses)
+        if step.trivial_loss == math.inf or not fell < self.FLAT * float(np.mean(losses)):
+            return None
+        units = f"{narrow:.0f} unit{'s' if narrow > 1 else ''}"
+        return self._observe("narrow", "warning", {"narrow": units, "left": min(left, 1.0)})
+
+    def _observe(self, cause: str, severity: Severity, seen: dict[str, Any]) -> Observation:
+        what = self.WHATS[cause].format_map(seen)
+        return Observation(severity=severity, seen=seen, text={"what": what}, since=0, key=cause)
 
 
 @register
@@ -668,22 +784,33 @@ class DataOrder(SetupRule):
     judges_after = 60
     message = Message(
         name="Batches not shuffled",
-        pattern="The first steps all use the same slice of a larger tensor, or each batch contains a single class.",
+        pattern=(
+            "The first steps all use the same few samples of many, each batch contains a single class, or the "
+            "targets of each batch are above, or below, those of the one before."
+        ),
         title="{what}",
         causes={
-            "same": "Every step trains on the same small batch: the loop never fetches the next one",
+            "same": (
+                "Every step trains on the same small batch: the loop never fetches the next one, or the random seed is "
+                "set anew before each"
+            ),
             "sorted": (
                 "The data is sorted by class and not shuffled: while the model learns one class, it unlearns the others"
             ),
+            "ordered": (
+                "The data is sorted by its targets and not shuffled: the means of batches are {apart}× as far apart as "
+                "the targets within one, so every batch pulls the model to where it is"
+            ),
         },
         fixes={
-            "same": "Fetch a new batch at every step: for x, y in loader",
+            "same": "Fetch a new batch at every step, with for x, y in loader, and set seeds once, before the loop",
             "sorted": "Shuffle the data: DataLoader(..., shuffle=True)",
+            "ordered": "Shuffle the data: DataLoader(..., shuffle=True)",
         },
-        changes={"same": {"shuffle": True}, "sorted": {"shuffle": True}},
+        changes={key: {"shuffle": True} for key in ("same", "sorted", "ordered")},
         snippets={
             "same": "for x, y in loader:  # not next(iter(loader))",
-            "sorted": "loader = DataLoader(dataset, batch_size={samples}, shuffle=True)",
+            **dict.fromkeys(("sorted", "ordered"), "loader = DataLoader(dataset, batch_size={samples}, shuffle=True)"),
         },
         is_certain=True,
         passed="batches differ and contain several classes",
@@ -693,6 +820,7 @@ class DataOrder(SetupRule):
     PURE = 0.9  # share of one class
     BATCHES = 6  # batches of one class
     FEWEST = 8  # samples in a batch
+    APART = 2.0  # change of the mean target from batch to batch, over the spread of targets within one
 
     last: float = field(default=math.nan, init=False)
     last_step: int = field(default=-2, init=False)
@@ -701,6 +829,9 @@ class DataOrder(SetupRule):
     mixed: int = field(default=0, init=False)
     classes: list[int] = field(default_factory=list, init=False)
     """Classes that filled a batch."""
+    means: list[float] = field(default_factory=list, init=False)
+    """Mean target of each batch, in a regression."""
+    spreads: list[float] = field(default_factory=list, init=False)
 
     def check(self, step: Step) -> Observation | None:
         values = step.values
@@ -721,11 +852,75 @@ class DataOrder(SetupRule):
                 self.mixed += 1
             if self.pure >= self.BATCHES and len(self.classes) >= 2 and self.mixed <= self.pure / 2:
                 return self._observe("sorted", "Each batch contains a single class: the data is sorted", samples)
+        if step.loss_function in REGRESSION and "target/batch_mean" in values and samples >= self.FEWEST:
+            self.means.append(values["target/batch_mean"])
+            self.spreads.append(values["target/batch_std"])
+            changes, spread = np.diff(self.means), float(np.median(self.spreads))
+            enough = len(changes) >= self.BATCHES and spread > 0
+            apart = float(np.median(np.abs(changes))) / spread if enough else 0.0
+            # Those of each batch are all above, or all below, those of the one before.
+            if apart > self.APART and abs(np.sign(changes).sum()) == len(changes):
+                return self._observe("ordered", "Batches are not shuffled: the data is sorted", samples, apart)
         return None
 
-    def _observe(self, cause: str, what: str, samples: float) -> Observation:
-        seen = {"samples": int(samples) if math.isfinite(samples) else 32}
+    def _observe(self, cause: str, what: str, samples: float, apart: float = math.nan) -> Observation:
+        seen: dict[str, Any] = {"apart": apart} if cause == "ordered" else {}
+        seen |= {"samples": int(samples) if math.isfinite(samples) else 32}
         return Observation(severity="warning", seen=seen, text={"what": what}, since=0, key=cause)
+
+
+@register
+@dataclass
+class OptimizerSettings(SetupRule):
+    """The optimizer has settings that it cannot work well with."""
+
+    id = "optimizer_settings"
+    needs = ("lr",)
+    message = Message(
+        name="Optimizer settings",
+        pattern=(
+            "Adam's beta1 is above beta2 (a warning), or its eps is above the gradients that it is added to (a note, "
+            "unless a symptom confirms it)."
+        ),
+        title="{what}",
+        causes={
+            "betas": (
+                "The betas of {beta1} and {beta2} look swapped: momentum averages thousands of gradients, and the "
+                "scale of steps only the last few, so steps grow and overshoot"
+            ),
+            "eps": (
+                "An eps of {eps} is {times}× the gradient of a typical weight ({rms}): it makes Adam's steps about as "
+                "many times smaller, and takes away what adapts them"
+            ),
+        },
+        fixes={
+            "betas": "Swap them: betas=({beta2}, {beta1})",
+            "eps": "Use the default eps of 1e-8",
+        },
+        changes={"eps": {"eps": 1e-8}},
+        snippets={"betas": "torch.optim.Adam(model.parameters(), lr={lr}, betas=({beta2}, {beta1}))"},
+        is_certain=True,
+        passed="the optimizer's settings are ordinary",
+    )
+
+    EPS = 1e-4  # ordinary values of eps are far below
+    TIMES = 3.0  # eps over the root mean square of the gradient
+
+    def check(self, step: Step) -> Observation | None:
+        info, norm, size = step.info, step.value("grad/norm"), float(step.layout.sizes.sum())
+        seen: dict[str, Any] = {"lr": step.value("lr"), "eps": info.eps or 0.0}
+        if info.betas and info.betas[0] > max(info.betas[1], 0.95):
+            seen |= {"beta1": info.betas[0], "beta2": info.betas[1]}
+            text = {"what": "Adam's betas look swapped"}
+            return Observation(severity="warning", seen=seen, text=text, since=0, key="betas")
+        if step.number > 20 or not (info.betas and seen["eps"] > self.EPS and size and norm > 0):
+            return None
+        rms = norm / math.sqrt(size)
+        if seen["eps"] < self.TIMES * rms:
+            return None
+        seen |= {"times": seen["eps"] / rms, "rms": rms}
+        text = {"what": f"Adam's eps of {number(seen['eps'])} is far above the gradients"}
+        return Observation(severity="info", seen=seen, text=text, since=0, key="eps")
 
 
 @register
@@ -813,18 +1008,28 @@ class LayerModes(SetupRule):
         name="Dropout, batch norm or mode",
         pattern=(
             "The model trains in evaluation mode although it has batch norm or dropout; dropout removes 80% or more; "
-            "or batch norm averages over four or fewer values per channel."
+            "batch norm averages over four or fewer values per channel; or dropout or batch norm acts on the outputs."
         ),
         title="{what}",
         causes={
             "eval": "The model trains in evaluation mode: batch norm's statistics never update, and dropout is off",
             "dropout": "Dropout of {dropout} removes nearly all activations at every step",
             "batch_norm": "Batch norm averages over {norm_samples} values: statistics of so few are mostly noise",
+            "output_dropout": (
+                "Dropout comes after the last layer: it sets outputs to zero at random, and the loss punishes the "
+                "model for them"
+            ),
+            "output_norm": (
+                "Batch norm comes after the last layer: it gives the outputs of every batch the same mean and spread, "
+                "whatever the targets are"
+            ),
         },
         fixes={
             "eval": "Call model.train() before training, and again after each evaluation",
             "dropout": "Lower dropout from {dropout} to {dropout_proposed}",
             "batch_norm": "Use a batch of {batch_proposed} or more, or GroupNorm or LayerNorm instead of batch norm",
+            "output_dropout": "Remove the dropout after the last layer; between hidden layers it is fine",
+            "output_norm": "Remove the batch norm after the last layer",
         },
         changes={"eval": {"mode": "train"}},
         snippets={
@@ -848,10 +1053,13 @@ class LayerModes(SetupRule):
         if "mode/dropout" not in values:
             return None
         dropout, samples = values["mode/dropout"], values.get("mode/norm_samples", math.inf)
+        ends = values.get("head/products") != 1 and step.loss_function != ""  # outputs, not embeddings
         tests = {
             "eval": values.get("mode/eval", 0.0) > 0,
             "dropout": dropout >= self.DROPOUT,
             "batch_norm": samples <= self.SAMPLES,
+            "output_dropout": ends and values.get("head/dropout") == 1,
+            "output_norm": ends and values.get("head/normalized") == 1 and step.loss_function in REGRESSION,
         }
         cause = next((name for name, holds in tests.items() if holds), "")
         self.seen_for = self.seen_for + 1 if cause else 0
@@ -862,6 +1070,8 @@ class LayerModes(SetupRule):
             "eval": "The model trains in evaluation mode",
             "dropout": f"Dropout is {number(dropout)}",
             "batch_norm": f"Batch norm has {number(samples)} values per channel",
+            "output_dropout": "Dropout acts on the outputs of the model",
+            "output_norm": "Batch norm acts on the outputs of the model",
         }
         seen = {"dropout": dropout, "dropout_proposed": 0.2, "batch_proposed": 32, "norm_samples": samples}
         return Observation(

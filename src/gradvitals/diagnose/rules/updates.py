@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from gradvitals.format import percent
 from gradvitals.types import Severity
 
 HALF = ("float16", "bfloat16")
+NAMELESS = re.compile(r"group\d+\.\d+$")
+"""The name of a parameter that is in an optimizer and in no module of the model."""
 
 
 def resized(kept: Floats, size: int) -> Floats:
@@ -48,6 +51,10 @@ class DeadTensor(Rule):
         title="{where} had no gradient for {steps} steps",
         causes={
             "unused": "{first} has had no gradient since step {at}: the forward pass does not use it, or detaches it",
+            "replaced": (
+                "The optimizer holds parameters that are not in the model: a layer was replaced after the optimizer "
+                "was created, which does not have the new one, so that it is never trained"
+            ),
             "died": "All units after {first} are off: a ReLU whose inputs are all negative passes no gradient back",
             "zero": "The gradient of {first} is exactly zero: its output is multiplied by zero or masked later",
             "first_step": (
@@ -65,6 +72,7 @@ class DeadTensor(Rule):
             "unused": (
                 "Find where the forward pass skips {first}: .detach(), no_grad(), or a branch that is never taken"
             ),
+            "replaced": "Create the optimizer after the last change to the model: the new layer is not in it",
             "died": "Start again with a lower learning rate or smaller weights, or use LeakyReLU or GELU",
             "zero": "Check what multiplies the output of {first}: a mask, a gate, or weights that start at zero",
             "first_step": "Use the last time step: out[:, -1] with batch_first=True, out[-1] without",
@@ -73,7 +81,8 @@ class DeadTensor(Rule):
             "cancels": "No action needed: it does no harm; you can also create the layer with bias=False",
             "intended": "If it is meant to be frozen, set requires_grad to False and remove it from the optimizer",
         },
-        only_if_chosen=("rounded", "cancels", "first_step"),
+        only_if_chosen=("rounded", "cancels", "first_step", "replaced"),
+        snippets={"replaced": "optimizer = type(optimizer)(model.parameters(), lr=...)"},
         passed="every tensor has a gradient",
     )
 
@@ -84,6 +93,8 @@ class DeadTensor(Rule):
     """Steps in a row without a gradient."""
 
     zero_for: Floats = field(default_factory=empty, init=False)
+    zero_since: Floats = field(default_factory=empty, init=False)
+    """The first step of those."""
     alive: Floats = field(default_factory=empty, init=False)
     """Steps at which it had a gradient."""
     absent: Floats = field(default_factory=empty, init=False)
@@ -93,12 +104,15 @@ class DeadTensor(Rule):
         norms = step.tensors("grad/norm")
         if norms is None or not step.value("grad/norm") > 0:
             return None
-        self.zero_for, self.alive = resized(self.zero_for, len(norms)), resized(self.alive, len(norms))
+        self.zero_for, self.alive, self.zero_since = (
+            resized(one, len(norms)) for one in (self.zero_for, self.alive, self.zero_since)
+        )
         counts = step.tensors("grad/nonfinite")
         missing = np.isnan(norms if counts is None else counts)
         zero = missing | (norms == 0)
         zero[step.frozen] = False
         self.absent = missing.astype(float)
+        self.zero_since = np.where(zero & (self.zero_for == 0), step.number, self.zero_since)
         self.zero_for = np.where(zero, self.zero_for + 1, 0.0)
         self.alive += ~zero
         if not zero.any():
@@ -115,12 +129,13 @@ class DeadTensor(Rule):
 
     def _observe(self, step: Step, dead: NDArray[np.intp], missing: bool, certain: bool = False) -> Observation:
         dead = dead[np.argsort(-self.zero_for[dead], kind="stable")]
-        since = step.ago(int(self.zero_for[dead[0]]) - 1)
+        since = int(self.zero_since[dead[0]])
         steps = step.number - since + 1
         causes = self._causes(step, dead, missing)
         certain_or_zero = certain or not missing or steps >= self.CERTAIN
         return Observation(
-            severity="warning" if causes != ("cancels",) and certain_or_zero else "info",
+            # Of a layer that was replaced, `unchanged_weights` names the new one, which is what is not trained.
+            severity="warning" if causes not in (("cancels",), ("replaced",)) and certain_or_zero else "info",
             seen={"steps": steps, "tensors": len(dead), "at": since},
             tensors=step.names(dead[:MAX_NAMED]),
             since=since,
@@ -135,7 +150,9 @@ class DeadTensor(Rule):
         if self.alive[dead[0]]:
             return ("cut_off",) if missing else ("died",)
         if missing:
-            return ("unused",)
+            outside = all(NAMELESS.match(infos[int(index)].name) for index in dead)
+            inside = any(not NAMELESS.match(info.name) for info in infos)
+            return ("replaced",) if outside and inside else ("unused",)
         if all("weight_hh" in infos[int(index)].name for index in dead):
             return ("first_step",)
         learning = {info.layer for info in infos if len(info.shape) > 1 and not self.zero_for[info.index]}
@@ -231,6 +248,83 @@ class DeadUnits(Rule):
 
 @register
 @dataclass
+class SaturatedUnits(Rule):
+    """Most outputs of a sigmoid or tanh are at its flat ends from the start, where hardly any gradient passes."""
+
+    id = "saturated_units"
+    family = "updates"
+    is_symptom = True
+    needs = ("tensors:activation/saturated_fraction",)
+    reads = "tensors"
+    judges_after = 30
+    closes_after = 100
+    holds = True
+    message = Message(
+        name="Saturated units",
+        pattern=(
+            "At the first step, half of a layer's outputs or more are at the flat ends of their sigmoid or tanh, and "
+            "they stay there."
+        ),
+        title="{saturated:%} of the outputs of {first} are saturated: its sigmoid or tanh is flat there",
+        causes={
+            "weights": (
+                "The initial weights are too large: outputs were at the ends of their range from the first step, where "
+                "hardly any gradient passes back"
+            ),
+            "inputs": (
+                "The inputs are not scaled (their mean is up to {offset}, their spread up to {spread}): they saturate "
+                "the first layer from the first step, and hardly any gradient passes back"
+            ),
+        },
+        fixes={
+            "weights": "Keep torch's default initialization, or use nn.init.xavier_normal_ for {first}",
+            "inputs": "Standardize the inputs by their mean and standard deviation on the training data",
+        },
+        changes={"weights": {"initialization": "default"}, "inputs": {"inputs": "standardize"}},
+        snippets={
+            "weights": "nn.init.xavier_normal_(layer.weight)",
+            "inputs": "x = (x - x_train.mean(0)) / x_train.std(0).clamp_min(1e-6)",
+        },
+        is_certain=True,
+        passed="no layer is saturated",
+    )
+
+    EARLY, LASTING = 2, 30  # steps from the start, and steps that it must last
+    LARGE = 3.0  # mean or spread of an input column that can saturate a layer
+    HEALTHY = 0.1  # loss over that of a trivial prediction, under which nothing is left to complain about
+
+    share: float = 0.5
+    """Share of a layer's outputs."""
+
+    first: list[int] = field(default_factory=list, init=False)
+    """Tensors whose layer was saturated from the start."""
+    inputs: dict[str, float] = field(default_factory=dict, init=False)
+
+    def check(self, step: Step) -> Observation | None:
+        shares = step.tensors("activation/saturated_fraction")
+        if shares is None:
+            return None
+        high = np.flatnonzero(np.nan_to_num(np.asarray(shares)) >= self.share)
+        if step.number <= self.EARLY and not self.inputs:
+            self.first = [int(index) for index in high if step.layout.tensors[int(index)].shape[0] > 1]
+            self.inputs = {name: step.fact(f"input/{name}") for name in ("offset", "spread_high")}
+        chosen = [index for index in self.first if index in high]
+        if not chosen or step.number < self.LASTING or step.loss_left < self.HEALTHY:
+            return None
+        offset, spread = self.inputs["offset"], self.inputs["spread_high"]
+        cause = "inputs" if chosen[0] == 0 and max(offset, spread) > self.LARGE else "weights"
+        return Observation(
+            severity="warning",
+            seen={"saturated": float(shares[chosen[0]]), "layers": len(chosen), "offset": offset, "spread": spread},
+            expected={"saturated": f"under {self.share:g}"},
+            tensors=step.names(chosen[:MAX_NAMED]),
+            since=0,
+            key=cause,
+        )
+
+
+@register
+@dataclass
 class UnchangedWeights(Rule):
     """Weights have a gradient and do not move."""
 
@@ -243,7 +337,7 @@ class UnchangedWeights(Rule):
     message = Message(
         name="Weights do not move",
         pattern="Weights have a gradient but stay exactly the same over many steps.",
-        title="{where} did not change for {steps} steps, although the gradient norm is {gradient}",
+        title="{where} did not change {lasting}, although the gradient norm is {gradient}",
         causes={
             "left_out": (
                 "The optimizer does not have {first}: the layer was created or replaced after the optimizer, or never "
@@ -277,6 +371,8 @@ class UnchangedWeights(Rule):
     """Steps in a row. Steps that a GradScaler skipped do not count."""
 
     still_for: Floats = field(default_factory=empty, init=False)
+    still_since: Floats = field(default_factory=empty, init=False)
+    """The first step of those."""
     moved: Floats = field(default_factory=empty, init=False)
     """Steps at which it moved."""
     share: Floats = field(default_factory=empty, init=False)
@@ -291,43 +387,47 @@ class UnchangedWeights(Rule):
             return None
         size = len(rms)
         self.still_for, self.moved = resized(self.still_for, size), resized(self.moved, size)
-        self.share = resized(self.share, size)
+        self.share, self.still_since = resized(self.share, size), resized(self.still_since, size)
         self.seen_steps += 1
         baseline = step.history.norm
         if len(baseline.count) and baseline.count.item(0) >= 5:
             self.highest = max(self.highest, float(np.exp(baseline.level[0])))
         still = (rms == 0) & (norms > NEGLIGIBLE * self.highest) & ~step.negligible
+        self.still_since = np.where(still & (self.still_for == 0), step.number, self.still_since)
         self.still_for = np.where(still, self.still_for + 1, np.where(rms > 0, 0.0, self.still_for))
         self.moved += rms > 0
         self.share += (still - self.share) / min(self.seen_steps, self.patience)
-        if not still.any():
+        if not still.any() and not (self.share > self.LOST).any():
             return None
         steady = (self.moved >= 20) & (self.moved + self.still_for > 0.95 * self.seen_steps)
         stuck = still & (self.still_for >= np.where(steady, self.PATIENCE_MOVED, self.patience))
         if self.seen_steps >= 10 and (self.share > self.LOST).any():
             half = np.array([info.dtype in HALF for info in step.layout.tensors], dtype=bool)
-            stuck |= still & half & (self.share > self.LOST)
+            stuck |= half & (self.share > self.LOST)
         chosen = np.flatnonzero(stuck)
         return self._observe(step, chosen, norms, rms) if len(chosen) else None
 
     def _observe(self, step: Step, chosen: NDArray[np.intp], norms: Any, rms: Any) -> Observation:
         chosen = chosen[np.argsort(-self.still_for[chosen], kind="stable")]
         worst = int(chosen[0])
-        lasted, lr = int(self.still_for[worst]), step.value("lr")
+        since, lr = int(self.still_since[worst]) if self.still_for[worst] else step.number, step.value("lr")
+        lasted = step.number - since + 1
         everything = not np.any(rms > 0)
         dtype = step.layout.tensors[worst].dtype
         cause = "resolution" if dtype in HALF else "stopped" if self.moved[worst] else "left_out"
         if everything and not self.moved.any() and cause == "left_out" and lr > 0:
             cause = "zeroed"
         cause = "zero_lr" if everything and lr == 0 else cause
-        seen = {"steps": lasted, "tensors": len(chosen), "at": step.ago(lasted - 1), "lr": lr, "dtype": dtype}
+        seen = {"steps": lasted, "tensors": len(chosen), "at": since, "lr": lr, "dtype": dtype}
         seen |= {"gradient": float(norms[worst]), "percent": 100 * float(self.share[worst])}
+        often = f"at {percent(float(self.share[worst]))} of the steps"
         return Observation(
+            text={"lasting": often if cause == "resolution" and lasted < self.patience else f"for {lasted:,} steps"},
             # A schedule that has ended, or not yet started, is no fault.
             severity="info" if cause == "zero_lr" else "warning",
             seen=seen,
             tensors=() if everything else step.names(chosen[:MAX_NAMED]),
-            since=step.ago(lasted - 1),
+            since=since,
             key=cause,
         )
 

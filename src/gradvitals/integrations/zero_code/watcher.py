@@ -49,6 +49,8 @@ IDLE_BACKWARDS = 200
 """Stop watching a model after this many backward passes that did not reach it, so that it does not fill the memory."""
 REMADE, FEW_STEPS = 3, 2
 """So many optimizers in a row that made so few steps with the same weights show that a script makes one per step."""
+RIVAL_STEPS = 20
+"""Steps of an optimizer after another one took its weights over, from which the two step them in turn."""
 ANNOUNCE_SECONDS = 5.0
 """How long to wait for the batch size before printing what is watched."""
 
@@ -276,6 +278,8 @@ class Watcher:
         """Optimizers that are not watched: replaced by others, or too many."""
         self._remade: set[int] = set()
         """The ids of parameters that get a new optimizer at every step."""
+        self._rivals: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Steps of optimizers that were replaced by others with the same weights, and step all the same."""
         self._idle: weakref.WeakKeyDictionary[torch.optim.Optimizer, Path] = weakref.WeakKeyDictionary()
         """Optimizers of models that are watched no more, and the run to continue if they step again."""
         self._updates: UpdateFinder | None = UpdateFinder()
@@ -435,6 +439,8 @@ class Watcher:
 
     def _meet(self, optimizer: torch.optim.Optimizer, trains: threading.Thread) -> Watched | None:
         """Watch the model of an optimizer that steps for the first time."""
+        if optimizer in self._rivals:
+            self._note_rival(optimizer)
         if optimizer in self._ignored or not self._remade.isdisjoint(map(id, parameters_of(optimizer))):
             return None
         self._looked = True
@@ -454,7 +460,9 @@ class Watcher:
         for before in list(self.watched):
             if not stepped.isdisjoint(map(id, before.parameters)):  # this one replaces other optimizers
                 resume = before.run_path if before.monitor.step else None
-                self._ignored.update(old for old in before.found.optimizers if old not in found.optimizers)
+                replaced = [old for old in before.found.optimizers if old not in found.optimizers]
+                self._ignored.update(replaced)
+                self._rivals.update(dict.fromkeys(replaced, 0))
                 remade = before.remade + 1 if before.monitor.step - before.first_step <= FEW_STEPS else 0
                 if remade == REMADE:
                     self._remade |= stepped
@@ -466,6 +474,19 @@ class Watcher:
         if started is not None:
             started.remade = remade
         return started
+
+    def _note_rival(self, optimizer: torch.optim.Optimizer) -> None:
+        """Report an optimizer that steps what another one steps too, if one has all that the other has."""
+        self._rivals[optimizer] += 1
+        own = set(map(id, parameters_of(optimizer)))
+        for watched in self.watched:
+            others = {id(p) for one in watched.found.optimizers for p in parameters_of(one)}
+            in_turn = watched.monitor.step - watched.first_step >= RIVAL_STEPS // 2
+            if self._rivals[optimizer] == RIVAL_STEPS and in_turn and (own < others or others < own):
+                names = [optimizer_name(optimizer), optimizer_name(watched.found.optimizers[0])]
+                kind, other = names if others < own else names[::-1]
+                shared = len(own & others)
+                watched.monitor.report(notices.optimizers_overlap(kind, other, shared, watched.monitor.step))
 
     def _look(self, stepping: torch.optim.Optimizer | None = None) -> list[Found]:
         made = self._alive()
