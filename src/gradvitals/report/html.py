@@ -55,7 +55,13 @@ def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
         head, colon, rest = cut(verdict.headline, TITLE).partition(":")
         if not colon:
             head, rest = LABELS[verdict.level], verdict.headline
-        text = tag("strong", head), tag("p", rest.strip())
+        told = (("Likely cause", verdict.cause), ("Fix", verdict.fix))
+        text = (
+            tag("strong", head),
+            tag("p", rest.strip()),
+            *(tag("p", tag("b", label), ": ", cut(words, TITLE)) for label, words in told if words),
+            tag("p", verdict.counted, class_="dim") if verdict.counted else None,
+        )
         banner = tag("div", *text, class_=f"banner {LEVEL_CLASSES[verdict.level]}")
     made = f"{cut(str(run.meta.get('version', '')), 40)} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     return document(

@@ -150,7 +150,7 @@ class Lines:
     """The last one a line was printed for."""
 
     def show(self, moment: Moment) -> None:
-        """Prints what is new; the headline counts what was resolved before the first look."""
+        """Prints what is new; the last line counts what was resolved before the first look."""
         is_first, step, verdict = self.step == -1, moment.summary.last_step, moment.verdict
         lines = []
         if step != self.step:
@@ -163,7 +163,7 @@ class Lines:
             self.reported.add(key)
         if moment.ended:
             lines.append(f"{moment.summary.run}: {STATES[moment.summary.state]}")
-            lines += [verdict.headline] if verdict is not None else []
+            lines += filter(None, (verdict.headline, verdict.uncounted)) if verdict is not None else ()
         for line in lines:
             self.console.print(clean(line), soft_wrap=True)
 
@@ -181,7 +181,7 @@ class Frame:
         if summary.last_step is None:
             yield Text("No readings yet.")
             return
-        yield headline(verdict) if verdict is not None else Text(UNDIAGNOSED, style="dim")
+        yield headline(verdict, counted=True) if verdict is not None else Text(UNDIAGNOSED, style="dim")
         yield from (Text(), vitals_table(summary))
         if verdict is not None and verdict.ranked:
             yield Text()

@@ -24,7 +24,7 @@ def render_markdown(report: Report, *, verbose: bool = False) -> str:
 def _report(report: Report, verbose: bool) -> Iterator[str]:
     verdict, meta = report.verdict, report.run.meta
     yield f"### {LIGHTS[verdict.level]} {LABELS[verdict.level]}: `{_inline(str(report.run.path))}`\n"
-    yield f"{_text(verdict.counts if verdict.level != 'healthy' else verdict.headline)}\n"
+    yield from [f"{_text(verdict.headline)}\n"] if verdict.level == "healthy" else []
     caused = verdict.consequences()
     serious = [item for item in verdict.ranked if item.weight != "info"]
     for item in verdict.ranked if verbose else [item for item in serious if item not in caused][:MAX_FINDINGS]:
@@ -34,7 +34,7 @@ def _report(report: Report, verbose: bool) -> Iterator[str]:
         yield f"Also caused by this: {', '.join(names)}.\n"
     if report.actions:
         yield f"{_text(summarize_actions(report.actions).splitlines()[0])}.\n"
-    yield f"{report.checks.counted}.\n"
+    yield f"{_text('; '.join(filter(None, (verdict.uncounted, report.checks.counted))))}.\n"
     latest = {trend.metric: trend.latest for trend in report.summary.trends}
     rows = {
         "steps": f"{verdict.steps:,} ({state_of(report.run)})",

@@ -208,8 +208,8 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
     for finding in report.monitoring:
         if finding.severity != "info":
             yield Paragraph("Monitoring: ", clean(f"{finding.title} (step {finding.first_step:,})"), "yellow")
-    name = relative(report.run.path)
-    yield Paragraph("", Text.assemble((f"{clean(name)}: ", "dim"), report.checks.counted, (" (-v for more)", "dim")))
+    counted = "; ".join(filter(None, (verdict.uncounted, report.checks.counted)))
+    yield Paragraph("", Text(f"{clean(relative(report.run.path))}: {clean(counted)} (-v for more)", "dim"))
 
 
 def _labeled(label: str, texts: Sequence[str], *, numbered: bool = False) -> Iterator[RenderableType]:
@@ -224,6 +224,7 @@ def _labeled(label: str, texts: Sequence[str], *, numbered: bool = False) -> Ite
 def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType]:
     verdict, checks = report.verdict, report.checks
     origin = clean(str(report.run.path))
+    origin += f": {clean(verdict.uncounted)}" if verdict.uncounted else ""
     if report.diagnosed.replayed:
         origin += (
             f", replayed with the current rules ({report.diagnosed.replayed}). A run stores fewer tensor readings than "
@@ -281,10 +282,11 @@ def finding_in_short(item: RankedFinding, *, live: bool) -> Iterator[RenderableT
     yield from (Paragraph("  ", clean(line)) for line in (f"{place}{item.when(live=live)}", *fixes))
 
 
-def headline(verdict: Verdict) -> RenderableType:
-    """Returns the headline of a verdict, its first words in color."""
+def headline(verdict: Verdict, *, counted: bool = False) -> RenderableType:
+    """Returns the headline of a verdict, its first words in color, and on demand what it counts below."""
     head, colon, rest = clean(verdict.headline).partition(":")
-    return Paragraph("", Text.assemble((head + colon, LEVEL_STYLES[verdict.level]), rest))
+    line = Paragraph("", Text.assemble((head + colon, LEVEL_STYLES[verdict.level]), rest))
+    return Group(line, Text(clean(verdict.uncounted), "dim")) if counted and verdict.uncounted else line
 
 
 def actions_section(actions: Sequence[Action]) -> Iterator[RenderableType]:
@@ -368,7 +370,7 @@ def render_report(report: Report) -> Iterator[RenderableType]:
     if not was_diagnosed(report.run.meta):
         yield Paragraph("", UNDIAGNOSED)
     elif summary.last_step is not None:
-        yield headline(verdict)
+        yield headline(verdict, counted=True)
     yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked)
     if verdict.ranked:
         yield Paragraph("", Text("`gradvitals doctor -v` has the evidence and the causes.", style="dim"))
