@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -217,6 +218,9 @@ NAMES_IN: Mapping[str, Mapping[str, str]] = {
 }
 """What a number is called in the findings of one rule."""
 
+LIMIT = re.compile(r"(under|below|over|above) ([-+.,\deE]+)(%?)")
+"""What a healthy number is like, if it has one limit."""
+
 GUARD_KINDS = frozenset({"clip", "skip", "trial", "roll_back", "hold_lr"})
 """The actions of a Guard; schedules keep their own actions in the same record."""
 DONE = {
@@ -277,8 +281,24 @@ def _compared(name: str, value: Any, expected: Any) -> str:
     if name == "share" and expected == 0 and math.isfinite(as_float(value)):
         return f"{percent(as_float(value))} of their numbers, normally none"
     text = f"{name.replace('_', ' ')} {_value(value)}"
+    if isinstance(expected, str) and _is_within(value, expected):
+        return text  # the rule judged something else besides, which the title says
     is_number = isinstance(expected, (int, float))
     return f"{text}, normally {_value(expected)}" if is_number else f"{text} (healthy: {_value(expected)})"
+
+
+def _is_within(value: Any, expected: str) -> bool:
+    """Returns whether a number that was seen looks healthy beside its limit: "under 0.0107", "over 5%".
+
+    >>> _is_within(0.0104, "under 0.0107"), _is_within(0.2, "under 10%"), _is_within(3.0, "a finite number")
+    (True, False, False)
+    """
+    limit = LIMIT.fullmatch(expected)
+    if limit is None:
+        return False
+    bound = as_float(limit[2].replace(",", "")) / (100 if limit[3] else 1)
+    shown = as_float(number(value).replace(",", ""))  # of what rounds to the limit, a reader cannot tell
+    return shown <= bound if limit[1] in ("under", "below") else shown >= bound
 
 
 def _value(value: Any) -> str:

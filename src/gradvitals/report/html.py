@@ -92,7 +92,9 @@ def _sections(report: Report) -> Iterator[tuple[str, Part]]:
         lanes = timeline(curves, span, marks=marks, actions=report.actions, batch_size=step_batch(run))
         yield "The run, step by step", lanes if curves else None
         yield "Layers over steps", _heatmaps(run, span)
-    if summary.layers:
+    if summary.no_layers:
+        yield "Layers", tag("p", summary.no_layers)
+    elif summary.layers:
         yield f"Layers at step {summary.layers_step:,}", join([_gsnr_note(summary), _layers(summary)])
     yield "Tensors that stand out", _worst_tensors(summary)
     if summary.num_ranks > 1:
@@ -188,7 +190,7 @@ def _heatmaps(run: Run, span: Span) -> Html | None:
 
 
 def _gsnr_note(summary: Summary) -> Html | None:
-    if not summary.gsnr_source:
+    if not summary.gsnr_source or summary.blown_up:
         return None
     size = summary.gsnr_batch_size
     at = f" at batch size {number(size)}" if size is not None else ""
@@ -211,8 +213,10 @@ def _layers(summary: Summary) -> Html:
         spike = tag("span", number(row.spike_ratio), class_="word warning" if row.spike_ratio > LARGE_SPIKE else None)
         unknown = math.isnan(row.gsnr_low) or math.isnan(row.gsnr_high)
         ends = "-" if unknown else interval_mark(row.gsnr, row.gsnr_low, row.gsnr_high, axis)
-        cells.append([_name(row.name), norm, spike, number(row.gsnr), ends, number(row.update_ratio)])
-    whole = table(["Layer", "Gradient norm", "Spike ratio", "GSNR", "95% interval", "Update over weight"], cells)
+        signal = [] if summary.blown_up else [number(row.gsnr), ends]
+        cells.append([_name(row.name), norm, spike, *signal, number(row.update_ratio)])
+    heads = ["GSNR", "95% interval"] if not summary.blown_up else []
+    whole = table(["Layer", "Gradient norm", "Spike ratio", *heads, "Update over weight"], cells)
     more = f"The first {len(rows):,} of {len(summary.layers):,} layers; gradvitals export has all."
     note = tag("p", more, class_="dim") if len(summary.layers) > len(rows) else None
     return join([whole if len(rows) <= MAX_OPEN_ROWS else folded(f"All {len(rows):,} layers", whole), note])
@@ -225,7 +229,8 @@ def _worst_tensors(summary: Summary) -> Html | None:
             ["Tensor", "Value", "Step"],
             ([_name(row.name), number(row.value), f"{row.step:,}"] for row in found.rows),
         )
-        shown.append(tag("div", tag("h3", found.title), tag("p", found.remark, class_="dim"), rows))
+        remark = tag("p", found.remark, class_="dim")
+        shown.append(tag("div", tag("h3", found.title), remark, rows if found.rows else None))
     return tag("div", *shown, class_="pairs") if shown else None
 
 

@@ -420,23 +420,26 @@ def layer_table(summary: Summary) -> RenderableType:
     """Returns the layers in depth order, with intervals if there is room."""
     rows, size = summary.layers, summary.gsnr_batch_size
     title = f"Layers at step {summary.layers_step}, from input to output"
-    if summary.gsnr_source:
+    if summary.no_layers:
+        return Group(Text(summary.no_layers, "bold"), Text())
+    if summary.gsnr_source and not summary.blown_up:
         measured_at = f" at batch size {number(size)}" if size is not None else ""
         title += f" (GSNR from {summary.gsnr_source}{measured_at})"
-    columns = ("layer", "grad norm", "spike", "GSNR", "95% interval", "update/weight")
-    table = FittedTable(title, columns, optional=("update/weight", "spike", "95% interval"))
+    gsnr = () if summary.blown_up else ("GSNR", "95% interval")
+    columns = ("layer", "grad norm", "spike", *gsnr, "update/weight")
+    table = FittedTable(title, columns, optional=("update/weight", "spike", *gsnr[1:]))
     hidden = max(0, len(rows) - MAX_LAYERS)
     shown = [*rows[: MAX_LAYERS // 2], *rows[MAX_LAYERS // 2 + hidden :]] if hidden else rows
     for at, row in enumerate(shown):
         if hidden and at == MAX_LAYERS // 2:
             table.add(f"… {hidden:,} more; gradvitals export has all", *[""] * (len(columns) - 1))
         known = not math.isnan(row.gsnr_low) and not math.isnan(row.gsnr_high)
+        signal = (number(row.gsnr), f"{number(row.gsnr_low)} to {number(row.gsnr_high)}" if known else "-")
         table.add(
             row.name,
             Text(number(row.grad_norm), style="" if math.isfinite(row.grad_norm) else "bold red"),
             Text(number(row.spike_ratio), style="yellow" if row.spike_ratio > LARGE_SPIKE else ""),
-            number(row.gsnr),
-            f"{number(row.gsnr_low)} to {number(row.gsnr_high)}" if known else "-",
+            *signal[: len(gsnr)],
             number(row.update_ratio),
         )
     return table
@@ -450,7 +453,8 @@ def worst_list(found: WorstList) -> RenderableType:
     table.add_column(overflow="ellipsis", no_wrap=True)
     for row in found.rows:
         table.add_row(number(row.value), f"step {row.step}", Text(clean(row.name)))
-    return Group(Text.assemble((found.title, "bold"), (f", {found.remark}", "dim")), table)
+    head = Text.assemble((found.title, "bold"), (f", {found.remark}", "dim"))
+    return Group(head, table) if found.rows else Paragraph("", head)
 
 
 # -- gradvitals demo ---------------------------------------------------------------------------------------------
@@ -540,6 +544,10 @@ def render_list(lines: Sequence[RunLine], *, hidden: int = 0, width: int = 80) -
 @grouped
 def render_advice(advised: Advised, *, verbose: bool = False) -> Iterator[RenderableType]:
     """Returns what `gradvitals advise` prints; `verbose` adds the evidence."""
+    if advised.root is not None:
+        title, name = clean(cut(advised.root.title, TITLE)), clean(cut(advised.root.id))
+        yield Paragraph("", Text.assemble(("First: ", "bold yellow"), (title, "bold"), (f" [{name}]", "dim")))
+        yield from (*_labeled("Fix", advised.root.fixes[:1]), Text())
     count = sum(advice.can_tell for advice in advised.pieces)
     steps = f"{plural(advised.steps, 'step')}{' so far' if advised.live else ''}"
     head = f"Advice on {count} of {len(advised.pieces)} settings"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gradvitals.advise.record import steps_spanned
 from gradvitals.diagnose import RULES, Diagnosis, RunInfo
 from gradvitals.diagnose.message import unread_steps
 from gradvitals.errors import RunError
@@ -478,6 +478,17 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     return replace(verdict, headline=" ".join(filter(None, (verdict.headline, *more))))
 
 
+def steps_spanned(run: Run, steps: NDArray[np.int64]) -> int:
+    """Returns how many steps training made from the first to the last of those that were read, in order.
+
+    Some between them may have been passed over. What lies between two processes of a run is not counted.
+    """
+    # Of a process that a later one did all over again, nothing is left.
+    begins = np.minimum.accumulate([segment.first_step for segment in reversed(run.segments)])[::-1]
+    parts = np.split(steps, np.searchsorted(steps, begins))
+    return sum(int(part[-1]) - int(part[0]) + 1 for part in parts if len(part))
+
+
 def metric_of_every_step(run: Run) -> str | None:
     """Returns a metric that every step has; None if there is none."""
     values = run.metrics("values")
@@ -500,8 +511,8 @@ def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
             yield f"likely cause: {clean(verdict.cause)}"
         if verdict.fix:
             yield f"fix: {clean(verdict.fix)}"
-        counted = f" ({clean(verdict.counted)})" if verdict.counted else ""
-        details.append(f"details: gradvitals doctor {relative(path)}{counted}")
+        counted = f"{clean(verdict.counted)}; " if verdict.counted else ""
+        details.append(f"{counted}details: gradvitals doctor {relative(path)}")
     yield from details
 
 
