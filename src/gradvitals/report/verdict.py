@@ -17,8 +17,8 @@ from gradvitals.diagnose import RULES, Diagnosis, RunInfo
 from gradvitals.diagnose.message import unread_steps
 from gradvitals.errors import RunError
 from gradvitals.format import number
-from gradvitals.notices import ABOUT_MONITORING
-from gradvitals.report.catalog import NOTICES, name_of
+from gradvitals.notices import ABOUT_MONITORING, made
+from gradvitals.report.catalog import name_of
 from gradvitals.report.format import clean, cut, duration, evidence, plural, where
 from gradvitals.store.opening import is_gone
 from gradvitals.store.reader import Run, open_run
@@ -556,16 +556,8 @@ def _cut_off(run: Run, last_step: int) -> Finding:
     """Returns the finding for a run whose process ended without a trace."""
     silent = time.time() - float(run.meta["heartbeat"])
     seen = "its process is gone, last seen" if is_gone(run.meta) else "its process was last seen"
-    notice = NOTICES["run_cut_off"]
-    return Finding(
-        id="run_cut_off",
-        severity="warning",
-        title=f"The run was cut off at step {last_step:,}: it was not closed, and {seen} {duration(silent)} ago",
-        first_step=last_step,
-        evidence={"silent_seconds": round(silent, 1)},
-        causes=notice.causes,
-        fixes=notice.fixes,
-    )
+    title = f"The run was cut off at step {last_step:,}: it was not closed, and {seen} {duration(silent)} ago"
+    return made("run_cut_off", title, last_step, evidence={"silent_seconds": round(silent, 1)})
 
 
 def restarts(run: Run) -> tuple[Restart, ...]:
