@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradvitals.report.charts import WIDE, Axis, Mark, bar, heatmap_figure, interval_mark, timeline, x_axis
-from gradvitals.report.format import TITLE, capitalized, cut, duration, number, summarize_actions, where
+from gradvitals.report.format import TITLE, capitalized, cut, duration, number, summarize_actions
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
 from gradvitals.report.report import Checks, Report
 from gradvitals.report.series import Span, read_curves, read_heatmaps, span_of
@@ -55,11 +55,10 @@ def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
         head, colon, rest = cut(verdict.headline, TITLE).partition(":")
         if not colon:
             head, rest = LABELS[verdict.level], verdict.headline
-        told = (("Likely cause", verdict.cause), ("Fix", verdict.fix))
         text = (
             tag("strong", head),
             tag("p", rest.strip()),
-            *(tag("p", tag("b", label), ": ", cut(words, TITLE)) for label, words in told if words),
+            *(tag("p", tag("b", label), ": ", cut(words, TITLE)) for label, words in verdict.remedy.items()),
             tag("p", verdict.counted, class_="dim") if verdict.counted else None,
         )
         banner = tag("div", *text, class_=f"banner {LEVEL_CLASSES[verdict.level]}")
@@ -124,15 +123,10 @@ def _findings(verdict: Verdict) -> Html:
 
 def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
     finding, severity = item.finding, item.finding.severity
-    seen = "; ".join(cut(text, 200) for text in item.evidence)
-    facts = {
-        "When": item.when(live=live, found=True),
-        "Where": where(finding) if finding.tensors else "",
-        "Evidence": seen,
-    }
+    parts = item.parts(live=live)
+    two = (_numbered("Likely causes", parts.pop("Likely cause")), _numbered("Fixes", parts.pop("Fix")))
+    facts = {label: "; ".join(cut(text, 200) for text in texts) for label, texts in parts.items()}
     pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts.items() if text)
-    causes = finding.causes[: 1 if finding.follows else None]  # its root has the others
-    two = (_numbered("Likely causes", causes), _numbered("Fixes", item.fixes))
     head = tag(
         "summary",
         tag("span", str(at), class_="flag", aria_hidden="true"),

@@ -104,8 +104,8 @@ def verdict_html(verdict: Verdict) -> str:
 
 def _verdict_parts(verdict: Verdict, drawn: Html | None = None) -> Iterator[Part]:
     yield _headline(verdict.headline, LEVEL_COLORS[verdict.level])
-    for label, text in (("Likely cause", verdict.cause), ("Fix", verdict.fix)):
-        yield tag("div", tag("b", label), ": ", cut(text, TITLE)) if text else None
+    for label, text in verdict.remedy.items():
+        yield tag("div", tag("b", label), ": ", cut(text, TITLE))
     if snippet := fix_snippet(verdict.fix):
         yield tag("pre", snippet, style="margin:4px 0 4px 12px")
     yield tag("div", verdict.counted, style=DIM) if verdict.counted else None

@@ -192,9 +192,7 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
         yield from _labeled("Evidence", ["; ".join([*worst.evidence[:EVIDENCE], *place])])
         caused = verdict.consequences()
         if caused:
-            names = Counter(in_sentence(name_of(item.finding.id)) for item in caused)
-            text = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in names.items())
-            yield Paragraph("  Also caused by this: ", clean(text), "bold")
+            yield Paragraph("  Also caused by this: ", clean(verdict.also), "bold")
         rest = [item for item in verdict.ranked[1:] if item not in caused and item.weight != "info"]
         for item in rest[:OTHER_FINDINGS]:
             yield _heading(item, routine=True, suffix=f"; {item.when(live=verdict.live)}")
@@ -263,12 +261,8 @@ def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -
     yield _heading(item, routine=routine)
     if item.is_routine and not routine:
         return
-    finding, limit = item.finding, LIKELIEST if item.weight != "info" else 1
-    yield from _labeled("Where", [where(finding)] if finding.tensors else [])
-    yield from _labeled("When", [item.when(live=live, found=True)])
-    yield from _labeled("Evidence", item.evidence)
-    yield from _labeled("Likely cause", finding.causes[: 1 if finding.follows else limit], numbered=True)
-    yield from _labeled("Fix", item.fixes[:limit], numbered=True)
+    for label, texts in item.parts(live=live, limit=LIKELIEST if item.weight != "info" else 1).items():
+        yield from _labeled(label, texts, numbered=label in ("Likely cause", "Fix"))
 
 
 @grouped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
@@ -97,6 +98,17 @@ class RankedFinding:
         root = self.finding.follows
         return (f"Fix {root} first",) if root else self.finding.fixes
 
+    def parts(self, *, live: bool, limit: int | None = None) -> dict[str, Sequence[str]]:
+        """Returns all there is to tell by its label, with at most `limit` causes and fixes."""
+        finding = self.finding
+        return {
+            "Where": [where(finding)] if finding.tensors else [],
+            "When": [self.when(live=live, found=True)],
+            "Evidence": self.evidence,
+            "Likely cause": finding.causes[: 1 if finding.follows else limit],
+            "Fix": self.fixes[:limit],
+        }
+
     @property
     def unread_before(self) -> int:
         """Steps right before the finding that were not read, so that it may have started earlier."""
@@ -172,6 +184,17 @@ class Verdict:
         return fix if fix is None or isinstance(fix, Fix) else Fix(fix)
 
     @property
+    def remedy(self) -> dict[str, str]:
+        """The likely cause and the fix, by their labels; empty if the run is healthy."""
+        return {label: text for label, text in (("Likely cause", self.cause), ("Fix", self.fix)) if text}
+
+    @property
+    def also(self) -> str:
+        """The names of the findings that the worst one caused, with how often; empty if there are none."""
+        names = Counter(in_sentence(name_of(item.finding.id)) for item in self.consequences())
+        return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in names.items())
+
+    @property
     def uncounted(self) -> str:
         """The counts, unless the headline has them: they come after the cause and the fix."""
         return "" if self.counts in self.headline else self.counts
@@ -225,9 +248,8 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        cause = f"Likely cause: {self.cause}" if self.cause else ""
-        fix = f"Fix: {self.fix}" if self.fix else ""
-        return "\n".join(map(clean, filter(None, (self.headline, cause, fix, self.counted))))
+        remedy = (f"{label}: {text}" for label, text in self.remedy.items())
+        return "\n".join(map(clean, filter(None, (self.headline, *remedy, self.counted))))
 
     def __repr__(self) -> str:
         return f"<Verdict {clean(self.headline)}>"
@@ -507,10 +529,7 @@ def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
         with open_run(path) as run:
             verdict = judge_run(run, diagnose_run(run).findings)
         yield f"{clean(model)} ({relative(path)}): {verdict.headline}" if len(runs) > 1 else verdict.headline
-        if verdict.cause:
-            yield f"likely cause: {clean(verdict.cause)}"
-        if verdict.fix:
-            yield f"fix: {clean(verdict.fix)}"
+        yield from (f"{label.lower()}: {clean(text)}" for label, text in verdict.remedy.items())
         counted = f"{clean(verdict.counted)}; " if verdict.counted else ""
         details.append(f"{counted}details: gradvitals doctor {relative(path)}")
     yield from details

@@ -164,7 +164,8 @@ def _found(optimizers: list[torch.optim.Optimizer], roots: list[nn.Module]) -> F
 
 def is_from_torch(module: nn.Module) -> bool:
     """Returns whether a module is of one of torch's own classes, whose name says little."""
-    return type(module).__module__.startswith("torch.")
+    is_shard = class_name(module) != type(module).__name__  # `fully_shard` makes a class of its own
+    return type(module).__module__.startswith("torch.") and not is_shard
 
 
 def described(module: nn.Module) -> str:
