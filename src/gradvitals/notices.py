@@ -253,9 +253,9 @@ def readings_thinned(step: int, *, spent: float, budget: float, every: int, norm
         every: Steps from one per-tensor reading to the next.
         norm_every: Steps from one norm that the loop does not compute itself to the next.
     """
-    title = f"gradvitals reads tensors every {every} steps, to stay within {100 * budget:.2g}% of the step time"
+    title = f"gradvitals reads tensors every {every:,} steps, to stay within {100 * budget:.2g}% of the step time"
     if norm_every > 1:
-        title += f", and the gradient norm every {norm_every} steps, because the loop does not clip"
+        title += f", and the gradient norm every {norm_every:,} steps, because the loop does not clip"
     evidence = {"overhead": spent, "budget": budget, "every": every, "norm_every": norm_every}
     return made("readings_thinned", title, step, over=True, evidence=evidence)
 

@@ -23,7 +23,8 @@ def render_markdown(report: Report, *, verbose: bool = False) -> str:
 def _report(report: Report, verbose: bool) -> Iterator[str]:
     verdict, meta = report.verdict, report.run.meta
     yield f"### {LIGHTS[verdict.level]} {LABELS[verdict.level]}: `{_inline(str(report.run.path))}`\n"
-    yield from [f"{_text(verdict.headline)}\n"] if verdict.level == "healthy" else []
+    if told := verdict.headline if verdict.level == "healthy" else verdict.remarks:
+        yield f"{_text(told)}\n"
     caused = verdict.consequences()
     serious = [item for item in verdict.ranked if item.weight != "info"]
     for item in verdict.ranked if verbose else [item for item in serious if item not in caused][:MAX_FINDINGS]:

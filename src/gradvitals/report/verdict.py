@@ -149,6 +149,8 @@ class Verdict:
     """The level, what is wrong and since when, in a line; if nothing is, how many steps and findings there are."""
     counts: str
     """How many steps and findings there are."""
+    remarks: str = ""
+    """How the headline ends: restarts, and what was not recorded."""
     ranked: tuple[RankedFinding, ...]
     """The findings about the training with their weights, worst first."""
     steps: int
@@ -308,8 +310,10 @@ def stop_of(ranked: Iterable[RankedFinding]) -> RankedFinding | None:
 
 
 def self_reports(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Returns what gradvitals reports about itself, in order."""
-    return tuple(finding for finding in findings if finding.id in ABOUT_MONITORING)
+    """Returns what gradvitals reports about itself, in order; how often it reads, as it was last."""
+    own = [finding for finding in findings if finding.id in ABOUT_MONITORING]
+    last = next((finding for finding in reversed(own) if finding.id == "readings_thinned"), None)
+    return tuple(finding for finding in own if finding.id != "readings_thinned" or finding is last)
 
 
 def _ranked(finding: Finding, episodes: Sequence[Finding], last_step: int, steps: int) -> RankedFinding:
@@ -497,7 +501,8 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
         ignored = next((finding for finding in findings if finding.id == "observe_ignored"), None)
         no_loss = NO_LOSS_IMPORTED if "imported" in run.meta else NO_LOSS
         more.append(no_loss if ignored is None else f"No loss was recorded: {ignored.title}.")
-    return replace(verdict, headline=" ".join(filter(None, (verdict.headline, *more))))
+    remarks = " ".join(filter(None, more))
+    return replace(verdict, headline=f"{verdict.headline} {remarks}".rstrip(), remarks=remarks)
 
 
 def steps_spanned(run: Run, steps: NDArray[np.int64]) -> int:
