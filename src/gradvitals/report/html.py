@@ -184,7 +184,7 @@ def _heatmaps(run: Run, span: Span) -> Html | None:
 
 
 def _gsnr_note(summary: Summary) -> Html | None:
-    if not summary.gsnr_source or summary.blown_up:
+    if not summary.shows_gsnr:
         return None
     size = summary.gsnr_batch_size
     at = f" at batch size {number(size)}" if size is not None else ""
@@ -207,9 +207,9 @@ def _layers(summary: Summary) -> Html:
         spike = tag("span", number(row.spike_ratio), class_="word warning" if row.spike_ratio > LARGE_SPIKE else None)
         unknown = math.isnan(row.gsnr_low) or math.isnan(row.gsnr_high)
         ends = "-" if unknown else interval_mark(row.gsnr, row.gsnr_low, row.gsnr_high, axis)
-        signal = [] if summary.blown_up else [number(row.gsnr), ends]
+        signal = [number(row.gsnr), ends] if summary.shows_gsnr else []
         cells.append([_name(row.name), norm, spike, *signal, number(row.update_ratio)])
-    heads = ["GSNR", "95% interval"] if not summary.blown_up else []
+    heads = ["GSNR", "95% interval"] if summary.shows_gsnr else []
     whole = table(["Layer", "Gradient norm", "Spike ratio", *heads, "Update over weight"], cells)
     more = f"The first {len(rows):,} of {len(summary.layers):,} layers; gradvitals export has all."
     note = tag("p", more, class_="dim") if len(summary.layers) > len(rows) else None

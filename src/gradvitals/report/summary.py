@@ -163,6 +163,11 @@ class Summary:
         return f"{self.progress}, {duration(self.seconds)}, {ranks}{size}"
 
     @property
+    def shows_gsnr(self) -> bool:
+        """Whether the GSNR of layers is known and means something."""
+        return not self.blown_up and any(np.isfinite(row.gsnr) for row in self.layers)
+
+    @property
     def no_layers(self) -> str:
         """Why there is nothing to show of layers; empty if there is."""
         known = np.isfinite([(row.grad_norm, row.update_ratio) for row in self.layers]).any()

@@ -348,30 +348,37 @@ def render_rule(entry: Entry, *, verbose: bool = False) -> Iterator[RenderableTy
 @grouped
 def render_report(report: Report) -> Iterator[RenderableType]:
     """Returns what `gradvitals report` prints, ready for `rich.console.Console.print`."""
-    summary, verdict = report.summary, report.recorded_verdict
+    yield run_in_numbers(report.summary, report.recorded_verdict, diagnosed=was_diagnosed(report.run.meta))
+    yield from actions_section(report.actions)
+    yield from monitoring_section(report.monitoring)
+    if dropped := report.summary.dropped:
+        yield Text(f"{dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
+
+
+@grouped
+def run_in_numbers(
+    summary: Summary, verdict: Verdict | None, *, diagnosed: bool = True, most: int | None = None
+) -> Iterator[RenderableType]:
+    """Returns the verdict, then vital signs, at most so many findings, layers, and tensors that stand out."""
     yield summary_head(summary)
     if summary.last_step is None:
         yield Text("No readings yet.")
     else:
-        yield vitals_table(summary)
+        undiagnosed = Paragraph("", Text(UNDIAGNOSED, "dim"))
+        yield headline(verdict, counted=True) if verdict is not None and diagnosed else undiagnosed
+        yield from (Text(), vitals_table(summary))
     if summary.gsnr_caveat:
         yield Paragraph("Note: ", clean(summary.gsnr_caveat), "yellow")
+    if verdict is not None and verdict.ranked:
+        yield Text()
+        yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked[:most])
+        hidden = f"and {len(verdict.ranked) - most} more; " if most and len(verdict.ranked) > most else ""
+        yield Paragraph("", Text(f"{hidden}`gradvitals doctor -v` has the evidence and the causes.", style="dim"))
     yield Text()
     if summary.layers:
         yield layer_table(summary)
     for worst in summary.worst:
         yield from (worst_list(worst), Text())
-    if not was_diagnosed(report.run.meta):
-        yield Paragraph("", UNDIAGNOSED)
-    elif summary.last_step is not None:
-        yield headline(verdict, counted=True)
-    yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked)
-    if verdict.ranked:
-        yield Paragraph("", Text("`gradvitals doctor -v` has the evidence and the causes.", style="dim"))
-    yield from actions_section(report.actions)
-    yield from monitoring_section(report.monitoring)
-    if summary.dropped:
-        yield Text(f"{summary.dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
 
 
 def summary_head(summary: Summary) -> Text:
@@ -416,10 +423,10 @@ def layer_table(summary: Summary) -> RenderableType:
     title = f"Layers at step {summary.layers_step}, from input to output"
     if summary.no_layers:
         return Group(Text(summary.no_layers, "bold"), Text())
-    if summary.gsnr_source and not summary.blown_up:
+    if summary.shows_gsnr:
         measured_at = f" at batch size {number(size)}" if size is not None else ""
         title += f" (GSNR from {summary.gsnr_source}{measured_at})"
-    gsnr = () if summary.blown_up else ("GSNR", "95% interval")
+    gsnr = ("GSNR", "95% interval") if summary.shows_gsnr else ()
     columns = ("layer", "grad norm", "spike", *gsnr, "update/weight")
     table = FittedTable(title, columns, optional=("update/weight", "spike", *gsnr[1:]))
     hidden = max(0, len(rows) - MAX_LAYERS)
