@@ -138,18 +138,21 @@ def test_only_numbers_with_a_meaning_are_shown() -> None:
         "share 1.00e-08 (healthy: over 1e-06)"
     ]
     near = {"seen": {"ratio": 0.0104, "loss": 0.01066}, "expected": {"ratio": "under 0.0107", "loss": "under 0.0107"}}
-    assert list(evidence(near)) == ["ratio 0.0104", "loss 0.0107"]
+    assert list(evidence(near)) == ["loss 0.0107"]  # what is healthy is not compared
 
 
 def test_a_swing_says_what_it_is_of() -> None:
     tiny = {"seen": {"swing": 0.0502}, "expected": {"swing": 0.05}}
     assert list(evidence(tiny)) == ["spread of recorded losses over their mean 0.0502, normally 0.05"]
     assert "the recorded loss; if the loop smooths it" in RULES["batch_too_small"].message.causes["tiny"]
-    both = {"swing": 0.171, "loss_swing": 0.156}
-    assert list(evidence({"seen": both, "expected": {"swing": "under 0.8", "loss_swing": "under 0.12"}})) == [
-        "spread of the norm's logarithm 0.171",  # this is healthy, so nothing is compared
+    both = {"swing": 0.971, "loss_swing": 0.156}
+    limits = {"swing": "under 0.8", "loss_swing": "under 0.12"}
+    assert list(evidence({"seen": both, "expected": limits})) == [
+        "spread of the norm's logarithm 0.971 (healthy: under 0.8)",
         "spread of recorded losses over their mean 0.156 (healthy: under 0.12)",
     ]
+    # What is healthy is no evidence.
+    assert len(list(evidence({"seen": both | {"swing": 0.171}, "expected": limits}))) == 1
 
 
 @pytest.mark.parametrize("observed", [False, True])

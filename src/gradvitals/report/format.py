@@ -251,8 +251,9 @@ def evidence(content: Mapping[str, Any], finding_id: str = "") -> Iterator[str]:
     normal: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
     swings = {"swing": NORM_SPREAD, "loss_swing": LOSS_SPREAD} if "loss_swing" in seen else {"swing": LOSS_SPREAD}
     names = NAMES | swings | dict(NAMES_IN.get(finding_id, {}))
-    yield from (_compared(names.get(str(name), str(name)), seen[name], normal[name]) for name in seen if name in normal)
-    others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)}, names)
+    compared = [name for name in seen if name in normal and not _is_healthy(seen[name], normal[name])]
+    yield from (_compared(names.get(str(name), str(name)), seen[name], normal[name]) for name in compared)
+    others = _known({name: value for name, value in seen.items() if name not in (*compared, *NEEDS_EXPECTED)}, names)
     if others:
         yield others
     latest = content.get("latest")
@@ -277,28 +278,26 @@ def _known(seen: Mapping[str, Any], labels: Mapping[str, str]) -> str:
     return ", ".join(shown)
 
 
+def _is_healthy(value: Any, expected: Any) -> bool:
+    """Whether a number that a rule looked at is on the healthy side of its limit: another one made it fire.
+
+    >>> _is_healthy(0.0104, "under 0.0107"), _is_healthy(0.2, "under 10%"), _is_healthy(3.0, "a finite number")
+    (True, False, False)
+    """
+    limit = LIMIT.fullmatch(expected) if isinstance(expected, str) else None
+    if limit is None:
+        return False
+    edge = as_float(limit[2].replace(",", "")) / (100 if limit[3] else 1)
+    shown = as_float(number(value).replace(",", ""))  # of what rounds to the limit, a reader cannot tell
+    return shown <= edge if limit[1] in ("under", "below") else shown >= edge
+
+
 def _compared(name: str, value: Any, expected: Any) -> str:
     if name == "share" and expected == 0 and math.isfinite(as_float(value)):
         return f"{percent(as_float(value))} of their numbers, normally none"
     text = f"{name.replace('_', ' ')} {_value(value)}"
-    if isinstance(expected, str) and _is_within(value, expected):
-        return text  # the rule judged something else besides, which the title says
     is_number = isinstance(expected, (int, float))
     return f"{text}, normally {_value(expected)}" if is_number else f"{text} (healthy: {_value(expected)})"
-
-
-def _is_within(value: Any, expected: str) -> bool:
-    """Returns whether a number that was seen looks healthy beside its limit: "under 0.0107", "over 5%".
-
-    >>> _is_within(0.0104, "under 0.0107"), _is_within(0.2, "under 10%"), _is_within(3.0, "a finite number")
-    (True, False, False)
-    """
-    limit = LIMIT.fullmatch(expected)
-    if limit is None:
-        return False
-    bound = as_float(limit[2].replace(",", "")) / (100 if limit[3] else 1)
-    shown = as_float(number(value).replace(",", ""))  # of what rounds to the limit, a reader cannot tell
-    return shown <= bound if limit[1] in ("under", "below") else shown >= bound
 
 
 def _value(value: Any) -> str:
