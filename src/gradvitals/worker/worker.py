@@ -50,6 +50,9 @@ from gradvitals.worker.record import (
 COMMIT_SECONDS = 0.25
 """Interval between reads of the journal, and commits, while a run is young or someone waits for its readings."""
 
+FIRST_STEPS, FIRST_SECONDS = 6, 6.0
+"""Until when findings of the first steps wait to be printed."""
+
 YOUNG_SECONDS, CALM_SECONDS = 10.0, 1.0
 """The age from which on a run is read less often, and that interval: a larger batch costs hardly more."""
 
@@ -291,8 +294,11 @@ class Worker:
         if self.store is None or self.store.is_settled:
             self._journal.release()  # only what is on disk: another worker may have to read the rest
 
-    def _print_news(self) -> None:
-        if self.diagnosis is not None:
+    def _print_news(self, *, at_once: bool = False) -> None:
+        """Print new findings; those of the first steps only after the line on what is watched, which takes a few."""
+        is_first = self._step < self._setup.first_step + FIRST_STEPS
+        is_young = time.monotonic() - self._started_at < FIRST_SECONDS
+        if self.diagnosis is not None and (at_once or not (is_first and is_young)):
             self.diagnosis.print_news()
 
     def _take(self, kind: int, data: bytes) -> None:
@@ -415,7 +421,7 @@ class Worker:
     # -- what the training process asks for ---------------------------------------------------------------------
 
     def _obey(self, command: Mapping[str, Any]) -> None:
-        self._print_news()  # before anything that the training process prints once it has its answer
+        self._print_news(at_once=True)  # before what the training process prints once it has its answer
         what = command["do"]
         if what == "finding":
             self.report(Finding.from_json(command["finding"]), aloud=command["aloud"])
@@ -459,6 +465,7 @@ class Worker:
     def abandon(self) -> None:
         """Write what a dead training process left, without marking the run as finished."""
         self.drain()
+        self._print_news(at_once=True)
         if not self.closed:
             self._publisher.close()
             if self.store is not None:
