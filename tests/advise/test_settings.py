@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -21,6 +22,7 @@ from gradvitals.advise import Advice, Advised, advise
 from gradvitals.advise.advice import rounded_up
 from gradvitals.advise.clip import quantile_interval
 from gradvitals.advise.record import far_above
+from gradvitals.cli import main
 from gradvitals.diagnose import RULES
 from gradvitals.report.report import Checks, Report
 from gradvitals.store.reader import open_run
@@ -92,11 +94,30 @@ def test_a_rate_that_the_doctor_calls_too_high_is_not_kept(tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize("name", ["stale_gradients", "unchanged_weights"])
-def test_a_bug_of_the_loop_comes_before_settings(tmp_path: Path, name: str) -> None:
-    advice = advised(tmp_path, lr=lr, ratio=lambda step: 1e-4, gsnr=lambda step: 0.02, findings=[warning(name)])
-    for piece in (advice.learning_rate, advice.batch_size, advice.warmup, advice.decay):
-        assert f"the training loop has a bug: about {name}" in piece.answer
+BUGS = ["stale_gradients", "unchanged_weights", "loss_mismatch", "unscaled_data", "data_order"]
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_comes_before_settings(tmp_path: Path, name: str) -> None:
+    bug, symptom = warning(name), replace(warning("explosion"), follows=name, first_step=0)
+    made = {"lr": lr, "ratio": lambda step: 1e-4, "gsnr": lambda step: 0.02}
+    advice = advised(tmp_path / "run", findings=[symptom, bug], **made)
+    assert advice.root is not None
+    assert (advice.root.id, advice.to_json()["root"]["title"]) == (name, f"about {name}")
+    for piece in (advice.learning_rate, advice.max_grad_norm, advice.batch_size, advice.warmup, advice.decay):
+        assert f"the numbers of this run show a bug ({name})" in piece.answer
+        assert not any(piece.values.values())
+    printed = CliRunner(env={"COLUMNS": "120"}).invoke(main, ["advise", str(tmp_path / "run")]).output
+    assert printed.startswith(f"First: about {name} [{name}]\n")
+
+
+def test_advice_leads_with_what_the_doctor_names_and_keeps_settings_that_it_leaves_alone(tmp_path: Path) -> None:
+    too_high = replace(warning("lr_too_high"), fixes=(Fix("lower it", {"lr": 2e-6}),))
+    short = advised(tmp_path / "short", steps=8, lr=lr, findings=[too_high])
+    assert short.root is not None
+    assert short.root.id == "lr_too_high"
+    assert short.learning_rate.values["proposed"] == 2e-6
+    assert advised(tmp_path / "healthy", lr=lr).root is None
 
 
 # -- batch size ------------------------------------------------------------------------------------------------------

@@ -110,12 +110,13 @@ def test_one_fault_fits_on_one_screen(write: Write) -> None:
     result = doctor(write(SPIKE, *follows, other), width=140)
     assert result.exit_code == 1
     parts = (
-        "Unhealthy: 400 steps, 5 open findings. Worst: the gradient norm rose to 41× its usual size (since step 300, ",
+        "Unhealthy: the gradient norm rose to 41× its usual size (since step 300).",
         "Likely cause  one bad batch: it came and went",
         "Fix           skip the batch of step 300",
         "Evidence      norm over its baseline 41.3, normally 2; learning rate 0.003; in blocks.0.attn.qkv.weight, ",
         "Also caused by this: ",
         "warning: every step is clipped [clip_saturated]; since step 5, ongoing when the run ended",
+        ": 400 steps, 5 open findings; ",
         " checks passed, ",
     )
     assert in_order(result.output, parts)
@@ -128,7 +129,8 @@ def test_verbose_shows_place_time_evidence_causes_and_fixes(write: Write) -> Non
     result = doctor(write(SPIKE), "-v")
     assert result.exit_code == 1
     parts = (
-        "Unhealthy: 400 steps, 1 open finding.",
+        "Unhealthy: the gradient norm rose to 41× its usual size (since step 300).",
+        "400 steps, ",
         "critical: the gradient norm rose to 41× its usual size [explosion]",
         "Where         blocks.0.attn.qkv.weight, ",
         "and 5 more",
@@ -432,7 +434,7 @@ def test_markdown_has_the_verdict_the_cause_the_fix_and_the_evidence(write: Writ
     )
     assert in_order(text, parts)
     assert text.count("the gradient norm rose") == 1
-    assert "\n400 steps, 1 open finding.\n" in text
+    assert "\n400 steps, 1 open finding; " in text
 
 
 @pytest.mark.parametrize(

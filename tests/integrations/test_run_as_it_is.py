@@ -41,7 +41,7 @@ def test_workers_and_forks_keep_out_of_the_run(all_sorts: tuple[Ended, Ended, Pa
     _, run, folder = all_sorts
     assert sorted(path.name for path in folder.iterdir()) == ["mine"]
     assert gv.open_run(folder / "mine").series("loss")[0].tolist() == list(range(9))
-    assert run.err.count("gradvitals: details: gradvitals doctor mine") == 1
+    assert run.err.count("details: gradvitals doctor mine") == 1
     assert run.err.count("9 steps") == 1  # the child that trained and ended has nothing to say
 
 

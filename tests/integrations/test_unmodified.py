@@ -163,7 +163,7 @@ def test_a_rank_that_raises_is_kept_with_all_steps_before_the_others_are_ended(r
     assert [(stop.id, stop.rank, stop.first_step, stop.title) for stop in stops] == [
         ("training_stopped", rank, 21, "Training stopped with ValueError: bad sample")
     ]
-    line = f"Unhealthy: stopped at step 21 on rank {rank} by ValueError: bad sample. 21 steps, "
+    line = f"Unhealthy: stopped at step 21 on rank {rank} by ValueError: bad sample."
     assert "gradvitals: Unhealthy" not in done.err  # the traceback shows what went wrong
     assert done.err.count("gradvitals: details: gradvitals doctor run") == 1
     doctor = CliRunner(env={"COLUMNS": "300"}).invoke(main, ["doctor", str(tmp_path / "run")])

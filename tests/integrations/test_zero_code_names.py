@@ -43,13 +43,18 @@ def test_a_model_is_called_by_its_class_or_its_variable_or_a_number() -> None:
     assert distinct_name(found(net), (), variables) == "Net"
     assert distinct_name(found(net), ("Net",), variables) == "net"
     assert distinct_name(found(plain), (), variables) == "netG"
-    assert distinct_name(found(other), (), variables) == "Sequential"
-    assert distinct_name(found(other), ("Sequential", "Sequential-2"), variables) == "Sequential-3"
+    assert distinct_name(found(other), (), variables) == "Sequential of 1 layer"
+    taken = ("Sequential of 1 layer", "Sequential of 1 layer-2")
+    assert distinct_name(found(other), taken, variables) == "Sequential of 1 layer-3"
+    assert distinct_name(found(nn.Linear(1, 1)), (), variables) == "Linear"
 
 
 @pytest.mark.parametrize(
     ("begin", "end", "names"),
-    [("if True:", "", ("netG", "netD")), ("def train():", "train()", ("Sequential", "Sequential-2"))],
+    [
+        ("if True:", "", ("netG", "netD")),
+        ("def train():", "train()", ("netG", "netD")),
+    ],
 )
 def test_two_models_of_one_class_can_be_told_apart(
     tmp_path: Path, begin: str, end: str, names: tuple[str, str]

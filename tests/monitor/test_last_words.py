@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import warm_python
 from torch import nn
 
 import gradvitals as gv
+from gradvitals.diagnose import RunInfo
+from gradvitals.types import Layout
+from gradvitals.worker.worker import LiveDiagnosis
 
 LOOP = """
 import torch, gradvitals as gv
@@ -60,6 +64,20 @@ def test_when_it_speaks(
     monitor.close()  # once more: it is said once
     lines = capsys.readouterr().err.splitlines()
     assert len([line for line in lines if "3 steps" in line or "doctor" in line]) == said
+
+
+def test_findings_of_one_drain_are_printed_by_step(capsys: pytest.CaptureFixture[str]) -> None:
+    live = LiveDiagnosis(RunInfo(), gv.Config(), lambda rule, error: None)
+    late = gv.Finding(id="explosion", severity="warning", title="late", first_step=30)
+    early = gv.Finding(id="dead_units", severity="critical", title="early", first_step=3, found_step=31)
+    found = {30: [late], 31: [early], 40: [replace(late, last_step=39)]}
+    live.diagnosis.read = lambda readings: found[readings[0].step]  # type: ignore[method-assign]
+    for step in found:
+        live.read([gv.Reading(step=step, time=0.0, values={})], Layout())
+    assert capsys.readouterr().err == ""
+    live.print_news()
+    lines = [line.split(":")[1].strip() for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["critical since step 3", "warning at step 30", "resolved at step 40"]
 
 
 def test_a_stderr_that_is_full_ends_nothing(tmp_path: Path) -> None:

@@ -53,7 +53,10 @@ def test_runs_part_where_one_changes_for_good(tmp_path: Path, change: float) -> 
     b = write(tmp_path / "b", lambda step: falling(step) + (change if step >= 250 else 0.0))
     part = gv.diff(write(tmp_path / "a", falling), b).curve("loss")
     assert part is not None
-    assert part.step == 250
+    assert (part.step, part.window, part.final_window) == (250, 9, 20)
+    text = str(gv.diff(tmp_path / "a", b))
+    assert "step 250 (medians of the 9 steps from there: " in text
+    assert "Final loss (median of the last 20 steps): " in text
 
 
 def test_curves_that_were_apart_and_met_again_are_not_called_noise(tmp_path: Path) -> None:
@@ -67,7 +70,7 @@ def test_curves_that_were_apart_and_met_again_are_not_called_noise(tmp_path: Pat
     assert part.apart[0] <= 3
     assert 100 <= part.apart[1] <= 150
     assert "The losses are apart from step " in str(found)
-    assert "and meet again: " in str(found)
+    assert "and meet again (medians of the last " in str(found)
 
 
 def test_the_last_few_steps_are_not_for_good(tmp_path: Path) -> None:

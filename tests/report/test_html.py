@@ -126,9 +126,9 @@ def test_everything_about_a_run_is_on_the_page(write: Write) -> None:
     action = Action(kind="hold_lr", step=31, finding="explosion", taken=True, reason="41 times its usual size")
     found = Elements(page_of(write(FINDING, action)))
     for part in (
-        "Unhealthy",
-        "60 steps, 1 open finding.",
-        "the gradient norm rose to 41× its usual size",
+        "Unhealthy the gradient norm rose to 41× its usual size",
+        "Likely cause : one bad batch: it came and went",
+        "60 steps, 1 open finding; ",
         "norm over its baseline 41.3, normally 2",
         "one bad batch: it came and went",
         "lower the learning rate",

@@ -55,7 +55,13 @@ def test_a_run_shows_verdict_curves_and_findings(tmp_path: Path) -> None:
     with open_run(write(tmp_path / "run", "the loss is NaN")) as run:
         seen = Seen(run._repr_html_())
     flat = " ".join(seen.text.split())
-    for part in ("Unhealthy: 60 steps, 1 open finding.", "the loss is NaN", "lower the rate", "2 ranks", "1.25"):
+    for part in (
+        "Unhealthy: the loss is NaN (since step 51).",
+        "60 steps, 1 open finding",
+        "lower the rate",
+        "2 ranks",
+        "1.25",
+    ):
         assert part in flat, part
     assert "NaN" in flat
     assert seen.tags.count("svg") == 2

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from gradvitals.errors import RunFormatError
 from gradvitals.report import live
+from gradvitals.report.html import render_html
 from gradvitals.report.live import Frame, Lines, look, moments, wait_for
 from gradvitals.report.report import Report
 from gradvitals.report.summary import Summary, summarize
@@ -63,6 +64,37 @@ def test_a_report_says_all_there_is(write_run: WriteRun) -> None:
     ):
         assert part in text, part
     assert "dropped" not in text
+
+
+BLOWN_UP = {
+    "nan": (lambda step: math.nan if step >= 20 else 2.0, "the loss is NaN or infinite since step 20"),
+    "far": (lambda step: 2.0 * 1.2**step, "the loss rose from "),
+    "alike": (lambda step: 2.0, "all 4 values are alike"),
+}
+
+
+@pytest.mark.parametrize("kind", BLOWN_UP)
+def test_there_is_no_ranking_of_a_gsnr_that_means_nothing(write_run: WriteRun, kind: str) -> None:
+    loss, why = BLOWN_UP[kind]
+
+    def readings(step: int) -> list[Reading]:
+        tensors = {"gsnr": np.full(4, 0.25), "grad/norm": np.full(4, math.nan if loss(step) != loss(step) else 1.0)}
+        values = {"loss": loss(step), "grad/norm": 1.0}
+        return [
+            Reading(step=step, time=0.0, values=values, tensors={"grad/norm": tensors.pop("grad/norm")}),
+            Reading(step=step, time=0.0, source="adam", values={"gsnr": 0.25}, tensors=tensors),
+        ]
+
+    path = write_run(readings=readings, findings=())
+    text = " ".join(report_of(path).split())
+    assert f"Lowest GSNR, not ranked: {why}" in text
+    assert ("Layers are not shown: " in text) == (kind == "nan")
+    assert "95% interval" not in text
+    assert summary_of(path).to_json()["lowest_gsnr"] == []
+    with open_run(path) as run:
+        page = render_html(run)
+    assert why in page
+    assert ("Layers are not shown: " in page) == (kind == "nan")
 
 
 def test_the_largest_spike_and_the_layers_it_hit(write_run: WriteRun) -> None:
@@ -184,7 +216,14 @@ def test_a_table_of_very_many_layers_leaves_out_the_middle() -> None:
     console = Console(width=100, color_system=None)
     for many, left_out in ((MAX_LAYERS, 0), (MAX_LAYERS + 600, 600)):
         with console.capture() as shown:
-            summary = SimpleNamespace(layers=rows[:many], layers_step=5, gsnr_source=None, gsnr_batch_size=None)
+            about = {
+                "layers_step": 5,
+                "gsnr_source": None,
+                "gsnr_batch_size": None,
+                "shows_gsnr": True,
+                "no_layers": "",
+            }
+            summary = SimpleNamespace(layers=rows[:many], **about)
             console.print(layer_table(summary))
         words = [line.split()[0] for line in shown.get().splitlines() if line.strip()]
         names = [word for word in words if word[5:].isdigit()]
@@ -241,7 +280,7 @@ def test_a_frame_fits_the_screen_and_shows_what_there_is(writer: RunWriter, widt
     text = shown_watch(Frame(look(writer.path)), width)
     assert max(map(len, text.splitlines())) <= width
     flat = " ".join(text.split())
-    for part in ("4 ranks", "Unhealthy: 40 steps so far", "loss", "GSNR", "64", "explosion", "head", "0.01"):
+    for part in ("4 ranks", "Unhealthy: ", "40 steps so far, ", "loss", "GSNR", "64", "explosion", "head", "0.01"):
         assert part in flat, part
     assert len(text) < 8000  # a name may have any length
 
@@ -265,7 +304,7 @@ def test_lines_come_when_there_is_news(writer: RunWriter) -> None:
         "resolved: [warning] step 39: the norm rose (explosion)",
     ]
     assert said[4].endswith("run: finished")
-    assert said[5].startswith("Needs attention: 41 steps, 1 resolved")
+    assert said[5:] == ["Needs attention: the norm rose (step 39, resolved 1 step ago).", "41 steps, 1 resolved"]
 
 
 def test_json_is_one_strict_line(writer: RunWriter) -> None:

@@ -37,20 +37,20 @@ def test_a_resolved_spike_reads_differently_from_an_open_one() -> None:
     recovered, broken = verdict(found("critical", 500, 500)), verdict(found("critical", 500))
     assert (recovered.level, broken.level) == ("healthy", "unhealthy")
     assert recovered.headline == (
-        "Healthy: 1,000 steps, 1 resolved. Worst: the norm jumped (step 500, resolved 499 steps ago)."
+        "Healthy: 1,000 steps, 1 resolved. Earlier: the norm jumped (step 500, resolved 499 steps ago)."
     )
-    assert broken.headline == (
-        "Unhealthy: 1,000 steps, 1 open finding. Worst: the norm jumped (since step 500, ongoing when the run ended)."
-    )
+    assert broken.headline == "Unhealthy: the norm jumped (since step 500)."
+    assert broken.counts == "1,000 steps, 1 open finding"
+    assert broken.ranked[0].when(live=False) == "since step 500, ongoing when the run ended"
 
 
 def test_a_verdict_shows_its_headline_in_a_shell() -> None:
-    assert repr(verdict(found("critical"))).startswith("<Verdict Unhealthy: 1,000 steps, 1 open finding")
+    assert repr(verdict(found("critical"))) == "<Verdict Unhealthy: the norm jumped (since step 100).>"
 
 
 @pytest.mark.parametrize(
     ("first_step", "tail"),
-    [(5, "at step 5 (ongoing when the run ended)."), (50, "at step 5 (since step 50, ongoing when the run ended).")],
+    [(5, "at step 5."), (50, "at step 5 (since step 50).")],
 )
 def test_a_headline_names_the_first_step_once(first_step: int, tail: str) -> None:
     finding = replace(found("critical", first_step), title="The loss became NaN at step 5")
@@ -106,18 +106,21 @@ def test_nothing_found() -> None:
 @pytest.mark.parametrize(
     ("findings", "counts"),
     [
-        ([found()], "1 open finding."),
-        ([found(), found(name="other"), found(last=200)], "2 open findings, 1 resolved."),
-        ([found("info"), found(last=200)], "1 note (gradient explosion), 1 resolved."),
+        ([found()], "1 open finding"),
+        ([found(), found(name="other"), found(last=200)], "2 open findings, 1 resolved"),
+        ([found("info"), found(last=200)], "1 note (gradient explosion), 1 resolved"),
         (
             [found("info"), found("critical"), found("info", last=300)],
-            "1 open finding, 1 note (gradient explosion), 1 resolved (gradient explosion).",
+            "1 open finding, 1 note (gradient explosion), 1 resolved (gradient explosion)",
         ),
-        ([found(last=200), found(last=300)], "2 resolved."),
+        ([found(last=200), found(last=300)], "2 resolved"),
     ],
 )
-def test_the_headline_counts_open_and_resolved_findings(findings: list[Finding], counts: str) -> None:
-    assert f"1,000 steps, {counts}" in verdict(*findings).headline
+def test_open_and_resolved_findings_are_counted_after_what_is_wrong(findings: list[Finding], counts: str) -> None:
+    judged = verdict(*findings)
+    assert judged.counts == f"1,000 steps, {counts}"
+    assert (judged.counts in judged.headline) == (judged.level == "healthy")
+    assert str(judged).count(judged.counts) == 1
 
 
 def test_reaches_compares_by_weight() -> None:
@@ -150,8 +153,8 @@ def test_self_reports_do_not_count() -> None:
 def test_json_has_open_findings_and_weights() -> None:
     judged = verdict(found("critical", 100, 100), found("warning", 200, name="other"))
     assert judged.to_json() == {
-        "level": "attention", "headline": judged.headline, "cause": None, "fix": None, "change": None, "snippet": None,
-        "steps": 1000, "open": 1, "resolved": 1, "worst": "other", "live": False,
+        "level": "attention", "headline": judged.headline, "counts": judged.counts, "cause": None, "fix": None,
+        "change": None, "snippet": None, "steps": 1000, "open": 1, "resolved": 1, "worst": "other", "live": False,
     }  # fmt: skip
     past = judged.ranked[1].to_json()
     assert (past["weight"], past["open"], past["clear_steps"], past["severity"]) == ("info", False, 899, "critical")
@@ -165,25 +168,24 @@ def test_a_crash_is_open() -> None:
     alone = verdict(crash, steps=150)
     assert (alone.level, alone.num_open) == ("unhealthy", 1)
     assert alone.headline == (
-        "Unhealthy: stopped at step 150 by RuntimeError: CUDA error: device-side assert triggered. "
-        "150 steps, no other findings."
+        "Unhealthy: stopped at step 150 by RuntimeError: CUDA error: device-side assert triggered."
     )
+    assert alone.counts == "150 steps, no other findings"
     assert alone.ranked[0].when(live=False) == "at step 150, where the run ended"
     assert alone.cause
     assert "CUDA_LAUNCH_BLOCKING=1" in str(alone.fix)
     after = verdict(found("critical", 140), crash, steps=150)
     assert after.worst is not None
     assert after.worst.finding is crash
-    assert after.headline.endswith(
-        "150 steps, 1 open finding before. Worst: the norm jumped (since step 140, ongoing when the run ended)."
-    )
+    assert after.headline.endswith(" triggered. Before that: the norm jumped (since step 140).")
+    assert after.counts == "150 steps, 1 open finding before"
 
 
 def test_a_stopped_run_is_not_live() -> None:
     crash = notices.training_stopped(ValueError("bad sample"), 101, rank=1)
     stopped = verdict(crash, steps=101, live=True)
     assert not stopped.live
-    assert stopped.headline.startswith("Unhealthy: stopped at step 101 on rank 1 by ValueError: bad sample. 101 steps,")
+    assert stopped.headline == "Unhealthy: stopped at step 101 on rank 1 by ValueError: bad sample."
 
 
 def test_a_run_continued_after_a_crash_is_judged_by_what_came_then() -> None:
@@ -200,8 +202,7 @@ def test_a_run_stopped_by_hand_is_no_alarm() -> None:
     assert early.headline == "Nothing wrong yet, but it is early: 30 steps. Stopped manually at step 30."
     both = verdict(by_hand, found("warning", 140), steps=150)
     assert both.level == "attention"
-    assert both.headline.startswith("Needs attention: 150 steps, 1 open finding. Worst: the norm jumped (")
-    assert both.headline.endswith("Stopped manually at step 150.")
+    assert both.headline == "Needs attention: the norm jumped (since step 140). Stopped manually at step 150."
 
 
 # -- in Python ------------------------------------------------------------------------------------------------------
@@ -230,10 +231,11 @@ def test_a_run_has_a_verdict_that_prints_and_displays_itself(tmp_path: Path) -> 
     headline, cause, fix, checks = str(verdict).splitlines()
     assert headline == verdict.headline
     assert (cause, fix) == ("Likely cause: a bad batch", "Fix: skip\\x1b the batch")
-    assert checks == f"{len(verdict.checks_passed)} checks passed, {len(verdict.checks_skipped)} skipped"
+    passed = f"{len(verdict.checks_passed)} checks passed, {len(verdict.checks_skipped)} skipped"
+    assert checks == f"60 steps, 1 open finding; {passed}"
     shown = verdict._repr_html_()
     assert "&lt;b&gt;" in shown
-    assert all(part in shown for part in ("Unhealthy: 60 steps", "a bad batch", checks))
+    assert all(part in shown for part in ("Unhealthy: the norm", "a bad batch", checks))
 
 
 def test_a_healthy_verdict_has_no_cause_and_no_fix() -> None:
@@ -287,10 +289,10 @@ def test_a_killed_run_is_not_called_healthy(tmp_path: Path) -> None:
         assert state_of(run) == "stopped"
         assert run.verdict.level == "attention"
     said = doctor(tmp_path)
-    assert said.startswith(
-        "Needs attention: 100 steps, 1 open finding. Worst: The run was cut off at step 99: it was not closed"
-    )
+    assert said.startswith("Needs attention: The run was cut off at step 99: it was not closed")
     assert "out of memory" in said
+    assert "ongoing" not in doctor(tmp_path, "-v")
+    assert "When          at step 99, where the run ended\n" in doctor(tmp_path, "-v")
     data = json.loads(doctor(tmp_path, "--json"))
     assert (data["state"], data["verdict"]["worst"], data["failed"]) == ("stopped", "run_cut_off", True)
 
@@ -310,7 +312,8 @@ def test_a_run_that_reported_why_it_stopped_is_not_cut_off(tmp_path: Path) -> No
     segment(tmp_path, 0, 99, notices.training_stopped(ValueError("bad sample"), 100, rank=1), closed=False)
     time.sleep(0.05)
     said = doctor(tmp_path)
-    assert said.startswith("Unhealthy: stopped at step 100 on rank 1 by ValueError: bad sample. 100 steps, no other")
+    assert said.startswith("Unhealthy: stopped at step 100 on rank 1 by ValueError: bad sample.\n")
+    assert ": 100 steps, no other findings; " in said
     assert "run_cut_off" not in said
 
 

@@ -14,6 +14,7 @@ from gradvitals.advise.learning_rate import advise_learning_rate
 from gradvitals.advise.record import Record
 from gradvitals.advise.warmup import advise_warmup
 from gradvitals.store.reader import Run
+from gradvitals.types import Finding
 
 __all__ = ["CONFIDENCES", "Advice", "Advised", "Confidence", "Figure", "advise"]
 
@@ -36,6 +37,8 @@ class Advised:
     """Steps from the first that was read to the last."""
     live: bool
     """Whether the run is still being written."""
+    root: Finding | None
+    """What `gradvitals doctor` names first, which comes before any setting; None if the run is healthy."""
     learning_rate: Advice
     max_grad_norm: Advice
     batch_size: Advice
@@ -51,7 +54,8 @@ class Advised:
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain JSON values."""
         pieces = {advice.topic: advice.to_json() for advice in self.pieces}
-        return {"run": self.run, "steps": self.steps, "live": self.live, **pieces}
+        root = None if self.root is None else self.root.to_json()
+        return {"run": self.run, "steps": self.steps, "live": self.live, "root": root, **pieces}
 
 
 def advise(run: Run) -> Advised:
@@ -62,4 +66,4 @@ def advise(run: Run) -> Advised:
     """
     record = Record(run)
     pieces = {topic: advise_on(record) for topic, advise_on in TOPICS.items()}
-    return Advised(run=str(run.path), steps=record.num_steps, live=run.is_live, **pieces)
+    return Advised(run=str(run.path), steps=record.num_steps, live=run.is_live, root=record.root, **pieces)

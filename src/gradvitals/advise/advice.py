@@ -16,8 +16,8 @@ Confidence = Literal["none", "low", "fair", "good"]
 CONFIDENCES: tuple[Confidence, ...] = ("none", "low", "fair", "good")
 
 
-SETTINGS = ("learning_rate", "batch_size", "warmup", "decay")
-"""Topics about which a run with a bug in its training loop says nothing."""
+SETTINGS = ("learning_rate", "max_grad_norm", "batch_size", "warmup", "decay")
+"""Topics about which a run with a bug says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ def advises_on(topic: str, names: Sequence[str]) -> Callable[[Callable[[Record],
         @wraps(advise)
         def complete(record: Record) -> Advice:
             try:
-                if topic in SETTINGS and record.loop_bug is not None:
-                    raise CannotTell(f"the training loop has a bug: {record.loop_bug.title}")
+                if topic in SETTINGS and record.bug is not None:
+                    raise CannotTell(f"the numbers of this run show a bug ({record.bug.id}); fix it first")
                 return replace(advise(record), topic=topic)
             except CannotTell as error:
                 answer = f"Cannot tell, because {error}."

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradvitals.advise.advice import Advice, CannotTell, Confidence, Figure, advises_on
+from gradvitals.advise.advice import Advice, CannotTell, Figure, advises_on
 from gradvitals.advise.record import TROUBLE, Record
 from gradvitals.format import number, percent
 from gradvitals.types import Finding, Fix
@@ -38,36 +38,41 @@ def advise_learning_rate(record: Record) -> Advice:
     ratios = record.series("update/ratio")
     begin, end = (record.first_step + share * (record.last_step - record.first_step) for share in MIDDLE)
     middle = ratios.chosen((ratios.steps >= begin) & (ratios.steps <= end) & (ratios.values > 0))
-    if len(middle) < MIN_READINGS:
+    peak = float(record.lr.values.max())
+    lowered = _lowered_by_doctor(record, peak)  # it comes first: weights that have grown hide how far a step moves them
+    if len(middle) < MIN_READINGS and lowered is None:
         raise CannotTell(
             f"the middle of the run has {len(middle)} readings of updates but needs {MIN_READINGS}: train longer, or "
             "use a smaller tensor_every"
         )
-    low, ratio, high = (float(value) for value in np.quantile(middle.values, (0.25, 0.5, 0.75)))
-    peak = float(record.lr.values.max())
+    if len(middle) < MIN_READINGS:
+        ratio = low = high = math.nan
+        figures, because = [], "it is what `gradvitals doctor` proposes"
+    else:
+        low, ratio, high = (float(value) for value in np.quantile(middle.values, (0.25, 0.5, 0.75)))
+        text = f"one step changes the weights by {percent(ratio)} of their norm (half of the readings: {percent(low)} "
+        text += f"to {percent(high)})"
+        values = {"ratio": ratio, "low": low, "high": high, "readings": len(middle)}
+        span = {"first_step": int(middle.steps[0]), "last_step": int(middle.steps[-1])}
+        figures = [Figure(text=text, values=values, **span)]
+        because = f"{len(middle)} readings in the middle of the run; the healthy update size differs between models"
     factor = 1.0
-    if ratio < LEAST or ratio > MOST:
+    if lowered is not None:
+        factor = lowered[1] / peak
+    elif ratio < LEAST or ratio > MOST:
         factor = min(max(TARGET / ratio, 1 / FURTHEST), FURTHEST)
-    proposed = float(f"{peak * factor:.2g}") if factor != 1 else None
-    text = f"one step changes the weights by {percent(ratio)} of their norm (half of the readings: {percent(low)} to "
-    text += f"{percent(high)})"
-    values = {"ratio": ratio, "low": low, "high": high, "readings": len(middle)}
-    figure = Figure(text=text, values=values, first_step=int(middle.steps[0]), last_step=int(middle.steps[-1]))
-    lowered = _lowered_by_doctor(record, peak)
-    if lowered is not None:  # weights that have grown hide how far a step moves them
-        proposed, factor = lowered[1], lowered[1] / peak
     unstable = next((one for one in record.findings if one.id in UNSTABLE and one.severity != "info"), None)
     if factor > 1 and unstable is not None:
-        raise CannotTell(f"updates are small, but the run was not stable: {unstable.title}", [figure])
+        raise CannotTell(f"updates are small, but the run was not stable: {unstable.title}", figures)
+    proposed = lowered[1] if lowered is not None else float(f"{peak * factor:.2g}") if factor != 1 else None
     # Clear where three quarters of the readings lie outside.
     clear = len(middle) >= SURE_READINGS and not (low <= LEAST <= high or low <= MOST <= high)
-    confidence: Confidence = "fair" if clear else "low"
     return Advice(
         answer=_answer(peak, proposed, ratio) if lowered is None else _as_doctor(peak, *lowered),
-        confidence=confidence,
-        because=f"{len(middle)} readings in the middle of the run; the healthy update size differs between models",
+        confidence="fair" if clear else "low",
+        because=because,
         values={"lr": peak, "proposed": proposed, "ratio": ratio, "low": low, "high": high, "factor": factor},
-        figures=[figure],
+        figures=figures,
         notes=list(_notes(record, factor)),
     )
 

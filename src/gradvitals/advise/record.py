@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from gradvitals.diagnose import RULES, RunInfo
 from gradvitals.diagnose.history import Average, Averages, same_size
 from gradvitals.errors import RunError
+from gradvitals.report.verdict import ENDS, judge_run, steps_spanned
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Finding, Reading, Source
 
@@ -23,8 +24,11 @@ Mask = NDArray[np.bool_]
 TROUBLE = tuple(name for name, rule in RULES.items() if rule.taints_steps)
 """Findings that taint the gradients of their steps: advice ignores these steps if the finding is a warning or worse."""
 
-LOOP_BUGS = ("stale_gradients", "unchanged_weights", "frozen_weights", "batches_given_up")
-"""Findings about the training loop that decide how a run goes, whatever its settings."""
+BUGS = (
+    *("stale_gradients", "unchanged_weights", "frozen_weights", "batches_given_up"),
+    *(name for name, rule in RULES.items() if rule.is_setup),
+)
+"""Findings about the loop, the data, the model or the loss that decide how a run goes, whatever its settings."""
 
 MENDED = ("clip", "skip", "roll_back")
 """Kinds of actions that answer a gradient which should not have been."""
@@ -133,11 +137,18 @@ class Record:
         """The norms of the run without either."""
         return self.norms.chosen(~(self.troubled | self.outliers))
 
+    @cached_property
+    def root(self) -> Finding | None:
+        """What `gradvitals doctor` names first, unless the run is healthy; how a run ended needs no advice."""
+        ranked = judge_run(self.run, self.findings).ranked
+        return next((item.finding for item in ranked if item.weight != "info" and item.finding.id not in ENDS), None)
+
     @property
-    def loop_bug(self) -> Finding | None:
-        """The first bug of the training loop that was open at the end; None if there is none."""
+    def bug(self) -> Finding | None:
+        """The first bug that was open at the end, so that the numbers of the run show it and no setting."""
         open_ones = (one for one in self.findings if one.last_step is None and one.severity != "info")
-        return next((one for one in open_ones if one.id in LOOP_BUGS), None)
+        known = [one for one in open_ones if one.id in BUGS]
+        return self.root if self.root in known else next(iter(known), None)
 
     @cached_property
     def gsnr_source(self) -> Source | None:
@@ -186,17 +197,6 @@ class Record:
             if not (same_size(a.batch_size, b.batch_size) and same_size(a.step_size, b.step_size)):
                 same = i
         return tuple(averages[same:])
-
-
-def steps_spanned(run: Run, steps: Steps) -> int:
-    """How many steps training made from the first to the last of those that were read, in order.
-
-    Some between them may have been passed over. What lies between two processes of a run is not counted.
-    """
-    # Of a process that a later one did all over again, nothing is left.
-    begins = np.minimum.accumulate([segment.first_step for segment in reversed(run.segments)])[::-1]
-    parts = np.split(steps, np.searchsorted(steps, begins))
-    return sum(int(part[-1]) - int(part[0]) + 1 for part in parts if len(part))
 
 
 def far_above(values: Floats) -> Mask:

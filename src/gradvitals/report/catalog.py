@@ -16,6 +16,7 @@ from typing import Any
 from gradvitals.diagnose import FAMILIES, RULES, Rule
 from gradvitals.diagnose.rule import NEVER
 from gradvitals.errors import GradvitalsError
+from gradvitals.notices import NOTICES
 from gradvitals.types import SEVERITIES, Severity
 
 PLACEHOLDER = re.compile(r"\{(\w+)[^{}]*\}")
@@ -78,137 +79,6 @@ class Entry:
         return {**own, "settings": {s.name: {"default": s.default, "text": s.text} for s in self.settings}}
 
 
-def _notice(
-    name: str,
-    title: str,
-    severities: tuple[Severity, ...],
-    pattern: str,
-    causes: tuple[str, ...],
-    fixes: tuple[str, ...],
-) -> Entry:
-    return Entry(id=name, family=NOTICE, name=title, severities=severities, pattern=pattern, causes=causes, fixes=fixes)
-
-
-# fmt: off
-_NOTICES = (
-    _notice("training_stopped", "Training stopped", ("info", "critical"),
-        "The training loop ended with an exception or was stopped manually. Recorded when a `with` block ends or the "
-        "program exits.",
-        causes=("the error in its title; manually means Ctrl-C or sys.exit",),
-        fixes=("look at earlier findings: a NaN, a spike, a lost rank",)),
-    _notice("run_cut_off", "Run cut off", ("warning",),
-        "The run was not closed, and its process is gone. Found when the run is read, because a killed process "
-        "cannot report it.",
-        causes=(
-            "the process was killed: out of memory, a scheduler's time limit, kill -9, or the machine went down",
-            "the files were copied while the run was active, or the disk is full and nothing more can be written",
-        ),
-        fixes=(
-            "check the end of its output and the log of the system or scheduler for what killed it",
-            "restart from the last checkpoint with watch(..., resume=True), which continues the record",
-        )),
-    _notice("ranks_lost", "Ranks lost", ("critical",),
-        "Other ranks stopped responding, so their readings are missing from then on.",
-        causes=("a process died or hangs", "the network between hosts is down", "ranks take different steps"),
-        fixes=("look at the output of the missing rank", "under torchrun, let it restart all ranks")),
-    _notice("source_unavailable", "Source not available", ("info",),
-        "A source of GSNR, or another measurement that was requested, is not available in this run.",
-        causes=(
-            "no micro-batches, one process, or an optimizer without Adam-like moments",
-            "overhead_budget with several ranks: all must read the same steps",
-        ),
-        fixes=(
-            "no action needed if another source is available; otherwise see the documentation for what each source "
-            "needs",
-        )),
-    _notice("readings_thinned", "Readings thinned", ("info",),
-        "Monitoring exceeded Config.overhead_budget (2% of the step time by default on a CPU), so gradvitals reads "
-        "tensors less often or skips steps.",
-        causes=("the model has many small tensors, or steps are very short",),
-        fixes=("raise overhead_budget (1 removes the limit), or choose fewer metrics",)),
-    _notice("monitor_error", "Internal error", ("warning",),
-        "A part of gradvitals, or a rule, raised an error and is disabled from then on. Training continues.",
-        causes=("a bug in gradvitals or in one of your own rules", "an unsupported model or optimizer"),
-        fixes=("run `gradvitals report --json` for the traceback; unless the rule is yours, please report it",)),
-    _notice("observe_ignored", "Observed value is not a loss", ("warning",),
-        "Monitor.observe received something other than a tensor or a number. gradvitals ignores that call; training "
-        "continues, and later calls count.",
-        causes=("the loop passed a string, a list or a whole model output instead of the loss",),
-        fixes=("call monitor.observe(loss), or monitor.observe(loss, batch_size=len(inputs))",)),
-    _notice("no_steps", "No steps", ("critical",),
-        "The loop continues but skips every batch, so the optimizer takes no more steps.",
-        causes=(
-            "the loop skips batches that are NaN or infinite, and now all of them are: the weights are NaN or Inf",
-        ),
-        fixes=("stop, and restore a checkpoint from before the first skipped batch; gv.Guard can do that",)),
-    _notice("optimizer_remade", "Optimizer created at every step", ("critical",),
-        "The script creates a new optimizer for the same weights at nearly every step. `gradvitals run` then stops "
-        "watching them.",
-        causes=(
-            "the optimizer is created inside the training loop, so momentum and moments start from zero every time",
-        ),
-        fixes=("create the optimizer once, before the training loop",)),
-    _notice("optimizers_overlap", "Two optimizers, same weights", ("critical",),
-        "Two optimizers step the same weights in turn, and one of them holds all that the other has.",
-        causes=(
-            "an optimizer was built from the parameters of another model too, as if a discriminator's optimizer held "
-            "the generator: each undoes the other's steps",
-        ),
-        fixes=("give each optimizer the parameters of its own model only",)),
-    _notice("evaluated_in_training_mode", "Evaluated in training mode", ("warning",),
-        "The script calls the model under torch.no_grad() while dropout or batch norm are in training mode, not at "
-        "every step, and never calls model.eval(). Found when the run is closed.",
-        causes=(
-            "without model.eval() the model drops activations or normalizes by the statistics of the batch, so that "
-            "validation looks worse than it is",
-        ),
-        fixes=("call model.eval() before each evaluation, and model.train() after it",)),
-    _notice("plateau_mode", "ReduceLROnPlateau in the wrong mode", ("warning",),
-        "ReduceLROnPlateau lowered the learning rate twice or more because its metric improved. Found when the run is "
-        "closed.",
-        causes=("mode='max' takes every fall of a loss for a plateau, and mode='min' every rise of an accuracy",),
-        fixes=("create it with mode='min' for a loss, and mode='max' for an accuracy",)),
-    _notice("clipped_twice", "Clipped twice", ("info",),
-        "The loop clips gradients, and an optimizer with max_norm clips them again. The lower limit wins.",
-        causes=("the loop calls clip_grad_norm_, and the optimizer has max_norm set",),
-        fixes=("remove one of them: the higher limit changes nothing; `gradvitals advise` suggests a limit",)),
-    _notice("store_error", "Run cannot be written", ("warning",),
-        "gradvitals could not write readings. Training continues, and gradvitals keeps trying.",
-        causes=("the disk is full, the folder is not writable, or the file was damaged",),
-        fixes=("free space, or pass another folder as run=...",)),
-    _notice("sink_error", "Sink or alert failed", ("info", "warning"),
-        "A sink (TensorBoard, W&B and the like) or an alert failed, or was too slow for the run. Training continues, "
-        "and the run's own folder has everything.",
-        causes=(
-            "the network or the service is down, a disk is full, or settings are wrong",
-            "the sink takes longer than a training step",
-        ),
-        fixes=("check the error in its title; a failed sink stays off for this run, but later alerts are still sent",)),
-    _notice("rank_lr_differs", "Learning rates differ", ("critical",),
-        "A rank uses a different learning rate than the first one.",
-        causes=("the rank builds its optimizer or schedule from different settings",),
-        fixes=("build optimizer and schedule the same way on every rank",)),
-    _notice("guard_error", "Guard stopped", ("warning", "critical"),
-        "The Guard stopped, gave up on a run, or does not see the steps of an optimizer.",
-        causes=(
-            "an error inside gradvitals",
-            "the weights were broken before the first step, or every batch makes the loss NaN",
-            "gradients are computed inside optimizer.step(closure)",
-        ),
-        fixes=(
-            "look at the data and the loss of the first step",
-            "call backward before optimizer.step(), without a closure",
-        )),
-    _notice("snapshot_error", "Snapshot not saved", ("warning",),
-        "The Guard could not write a snapshot; it keeps trying.",
-        causes=("the folder is missing, full or not writable",),
-        fixes=("free space, or give the Guard another folder",)),
-)
-# fmt: on
-NOTICES: dict[str, Entry] = {notice.id: notice for notice in _NOTICES}
-"""Findings that no rule makes: how a run ended, and what gradvitals reports about itself."""
-
-
 def entries() -> list[Entry]:
     """Returns every registered rule, family by family."""
     order = [*FAMILIES, OTHERS]
@@ -222,7 +92,9 @@ def entry(name: str) -> Entry:
         GradvitalsError: If there is no such id.
     """
     if name in NOTICES:
-        return NOTICES[name]
+        notice = NOTICES[name]
+        texts = {part: getattr(notice, part) for part in ("name", "severities", "pattern", "causes", "fixes")}
+        return Entry(id=name, family=NOTICE, **texts)
     if name not in RULES:
         known = [*RULES, *NOTICES]
         asked = name.lower().replace(" ", "_").replace("-", "_")

@@ -46,11 +46,13 @@ class CurveDiff:
     step: int | None
     """The first step from which on the curves stay apart; None if they do not."""
     a: float
-    """The smoothed value of run A there, or at the end if the curves do not separate."""
+    """The median of run A over `window` steps from there on, or of the last ones if the curves do not separate."""
     b: float
+    window: int
     final_a: float
-    """The median of the last steps that both runs have."""
+    """The median of the last `final_window` steps that both runs have."""
     final_b: float
+    final_window: int
     first_difference: int | None
     """The first step at which the raw numbers differ; None if they never do."""
     layer: str | None = None
@@ -215,8 +217,10 @@ def _curve(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = 
         step=int(steps[at]) if separated else None,
         a=_median(a[there]),
         b=_median(b[there]),
+        window=len(a[there]),
         final_a=_median(a[-last:]),
         final_b=_median(b[-last:]),
+        final_window=last,
         first_difference=int(steps[differ[0]]) if differ.size else None,
         layer=layer,
         apart=None if stretch is None else (int(steps[stretch[0]]), int(steps[stretch[1]])),
@@ -325,26 +329,29 @@ def _flat(prefix: str, content: Any) -> dict[str, Any]:
 
 
 def _describe(curve: CurveDiff) -> Iterator[str]:
-    names, there = f"The {METRICS[curve.metric]}", f"{number(curve.a)} in A, {number(curve.b)} in B"
+    names, both = f"The {METRICS[curve.metric]}", f"{number(curve.a)} in A, {number(curve.b)} in B"
+    from_there = f"(medians of the {curve.window:,} steps from there: {both})"
     if curve.layer is not None:
-        yield f"The first layer to diverge is {cut(curve.layer)}, at step {curve.step:,}: {there}."
+        yield f"The first layer to diverge is {cut(curve.layer)}, at step {curve.step:,} {from_there}."
         return
     if curve.first_difference is None:
         yield f"{names} are the same at every step."
         return
     if curve.apart is not None:
         begin, end = curve.apart
-        yield f"{names} are apart from step {begin:,} to {end:,} and meet again: {there} at the end."
+        at_end = f"(medians of the last {curve.window:,} steps: {both})"
+        yield f"{names} are apart from step {begin:,} to {end:,} and meet again {at_end}."
     elif curve.step is None:
         yield f"{names} differ from step {curve.first_difference:,} on, but only within their noise."
     elif curve.step == curve.first_difference:
-        yield f"{names} diverge for good at step {curve.step:,}: {there}."
+        yield f"{names} diverge for good at step {curve.step:,} {from_there}."
     else:
         first = f"first differ at step {curve.first_difference:,} and diverge for good at step {curve.step:,}"
-        yield f"{names} {first}: {there}."
+        yield f"{names} {first} {from_there}."
     if curve.metric == "loss":
         a, b = curve.final_a, curve.final_b
-        yield f"Final loss: {number(a)} in A, {number(b)} in B{_change(a, b)}."
+        of = f"median of the last {curve.final_window:,} steps" if curve.final_window > 1 else "of the last step"
+        yield f"Final loss ({of}): {number(a)} in A, {number(b)} in B{_change(a, b)}."
 
 
 def _change(a: float, b: float) -> str:

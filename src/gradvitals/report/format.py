@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -217,6 +218,9 @@ NAMES_IN: Mapping[str, Mapping[str, str]] = {
 }
 """What a number is called in the findings of one rule."""
 
+LIMIT = re.compile(r"(under|below|over|above) ([-+.,\deE]+)(%?)")
+"""What a healthy number is like, if it has one limit."""
+
 GUARD_KINDS = frozenset({"clip", "skip", "trial", "roll_back", "hold_lr"})
 """The actions of a Guard; schedules keep their own actions in the same record."""
 DONE = {
@@ -247,10 +251,9 @@ def evidence(content: Mapping[str, Any], finding_id: str = "") -> Iterator[str]:
     normal: Mapping[str, Any] = expected if isinstance(expected, Mapping) else {}
     swings = {"swing": NORM_SPREAD, "loss_swing": LOSS_SPREAD} if "loss_swing" in seen else {"swing": LOSS_SPREAD}
     names = NAMES | swings | dict(NAMES_IN.get(finding_id, {}))
-    for name in seen:
-        if name in normal and not _is_healthy(seen[name], normal[name]):
-            yield _compared(names.get(str(name), str(name)), seen[name], normal[name])
-    others = _known({name: value for name, value in seen.items() if name not in (*normal, *NEEDS_EXPECTED)}, names)
+    compared = [name for name in seen if name in normal and not _is_healthy(seen[name], normal[name])]
+    yield from (_compared(names.get(str(name), str(name)), seen[name], normal[name]) for name in compared)
+    others = _known({name: value for name, value in seen.items() if name not in (*compared, *NEEDS_EXPECTED)}, names)
     if others:
         yield others
     latest = content.get("latest")
@@ -276,10 +279,17 @@ def _known(seen: Mapping[str, Any], labels: Mapping[str, str]) -> str:
 
 
 def _is_healthy(value: Any, expected: Any) -> bool:
-    """Whether a number that a rule looked at is on the healthy side of its limit: another one made it fire."""
-    side, _, limit = expected.partition(" ") if isinstance(expected, str) else ("", "", "")
-    number_, edge = as_float(value), as_float(limit)
-    return number_ < edge if side == "under" else number_ > edge if side == "over" else False
+    """Whether a number that a rule looked at is on the healthy side of its limit: another one made it fire.
+
+    >>> _is_healthy(0.0104, "under 0.0107"), _is_healthy(0.2, "under 10%"), _is_healthy(3.0, "a finite number")
+    (True, False, False)
+    """
+    limit = LIMIT.fullmatch(expected) if isinstance(expected, str) else None
+    if limit is None:
+        return False
+    edge = as_float(limit[2].replace(",", "")) / (100 if limit[3] else 1)
+    shown = as_float(number(value).replace(",", ""))  # of what rounds to the limit, a reader cannot tell
+    return shown <= edge if limit[1] in ("under", "below") else shown >= edge
 
 
 def _compared(name: str, value: Any, expected: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradvitals.report.charts import WIDE, Axis, Mark, bar, heatmap_figure, interval_mark, timeline, x_axis
-from gradvitals.report.format import TITLE, capitalized, cut, duration, number, summarize_actions, where
+from gradvitals.report.format import TITLE, capitalized, cut, duration, number, summarize_actions
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
 from gradvitals.report.report import Checks, Report
 from gradvitals.report.series import Span, read_curves, read_heatmaps, span_of
@@ -55,7 +55,12 @@ def render_html(run: Run, *, on_step: OnStep | None = None) -> str:
         head, colon, rest = cut(verdict.headline, TITLE).partition(":")
         if not colon:
             head, rest = LABELS[verdict.level], verdict.headline
-        text = tag("strong", head), tag("p", rest.strip())
+        text = (
+            tag("strong", head),
+            tag("p", rest.strip()),
+            *(tag("p", tag("b", label), ": ", cut(words, TITLE)) for label, words in verdict.remedy.items()),
+            tag("p", verdict.counted, class_="dim") if verdict.counted else None,
+        )
         banner = tag("div", *text, class_=f"banner {LEVEL_CLASSES[verdict.level]}")
     made = f"{cut(str(run.meta.get('version', '')), 40)} on {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     return document(
@@ -86,7 +91,9 @@ def _sections(report: Report) -> Iterator[tuple[str, Part]]:
         lanes = timeline(curves, span, marks=marks, actions=report.actions, batch_size=step_batch(run))
         yield "The run, step by step", lanes if curves else None
         yield "Layers over steps", _heatmaps(run, span)
-    if summary.layers:
+    if summary.no_layers:
+        yield "Layers", tag("p", summary.no_layers)
+    elif summary.layers:
         yield f"Layers at step {summary.layers_step:,}", join([_gsnr_note(summary), _layers(summary)])
     yield "Tensors that stand out", _worst_tensors(summary)
     if summary.num_ranks > 1:
@@ -116,15 +123,10 @@ def _findings(verdict: Verdict) -> Html:
 
 def _finding(item: RankedFinding, at: int, *, live: bool) -> Html:
     finding, severity = item.finding, item.finding.severity
-    seen = "; ".join(cut(text, 200) for text in item.evidence)
-    facts = {
-        "When": item.when(live=live, found=True),
-        "Where": where(finding) if finding.tensors else "",
-        "Evidence": seen,
-    }
+    parts = item.parts(live=live)
+    two = (_numbered("Likely causes", parts.pop("Likely cause")), _numbered("Fixes", parts.pop("Fix")))
+    facts = {label: "; ".join(cut(text, 200) for text in texts) for label, texts in parts.items()}
     pairs = (join([tag("dt", name), tag("dd", cut(text, TITLE))]) for name, text in facts.items() if text)
-    causes = finding.causes[: 1 if finding.follows else None]  # its root has the others
-    two = (_numbered("Likely causes", causes), _numbered("Fixes", item.fixes))
     head = tag(
         "summary",
         tag("span", str(at), class_="flag", aria_hidden="true"),
@@ -182,7 +184,7 @@ def _heatmaps(run: Run, span: Span) -> Html | None:
 
 
 def _gsnr_note(summary: Summary) -> Html | None:
-    if not summary.gsnr_source:
+    if not summary.shows_gsnr:
         return None
     size = summary.gsnr_batch_size
     at = f" at batch size {number(size)}" if size is not None else ""
@@ -205,8 +207,10 @@ def _layers(summary: Summary) -> Html:
         spike = tag("span", number(row.spike_ratio), class_="word warning" if row.spike_ratio > LARGE_SPIKE else None)
         unknown = math.isnan(row.gsnr_low) or math.isnan(row.gsnr_high)
         ends = "-" if unknown else interval_mark(row.gsnr, row.gsnr_low, row.gsnr_high, axis)
-        cells.append([_name(row.name), norm, spike, number(row.gsnr), ends, number(row.update_ratio)])
-    whole = table(["Layer", "Gradient norm", "Spike ratio", "GSNR", "95% interval", "Update over weight"], cells)
+        signal = [number(row.gsnr), ends] if summary.shows_gsnr else []
+        cells.append([_name(row.name), norm, spike, *signal, number(row.update_ratio)])
+    heads = ["GSNR", "95% interval"] if summary.shows_gsnr else []
+    whole = table(["Layer", "Gradient norm", "Spike ratio", *heads, "Update over weight"], cells)
     more = f"The first {len(rows):,} of {len(summary.layers):,} layers; gradvitals export has all."
     note = tag("p", more, class_="dim") if len(summary.layers) > len(rows) else None
     return join([whole if len(rows) <= MAX_OPEN_ROWS else folded(f"All {len(rows):,} layers", whole), note])
@@ -219,7 +223,8 @@ def _worst_tensors(summary: Summary) -> Html | None:
             ["Tensor", "Value", "Step"],
             ([_name(row.name), number(row.value), f"{row.step:,}"] for row in found.rows),
         )
-        shown.append(tag("div", tag("h3", found.title), tag("p", found.remark, class_="dim"), rows))
+        remark = tag("p", found.remark, class_="dim")
+        shown.append(tag("div", tag("h3", found.title), remark, rows if found.rows else None))
     return tag("div", *shown, class_="pairs") if shown else None
 
 

@@ -18,8 +18,8 @@ from rich.text import Text
 from gradvitals.errors import RunFormatError, RunNotFoundError
 from gradvitals.report.format import clean, interval, number
 from gradvitals.report.summary import Summary, summarize
-from gradvitals.report.terminal import finding_in_short, headline, layer_table, summary_head, vitals_table, worst_list
-from gradvitals.report.verdict import STATES, UNDIAGNOSED, Verdict, judge_run, was_diagnosed
+from gradvitals.report.terminal import run_in_numbers
+from gradvitals.report.verdict import STATES, Verdict, judge_run, was_diagnosed
 from gradvitals.store.reader import open_run
 
 SILENT_SECONDS = 15.0
@@ -150,7 +150,7 @@ class Lines:
     """The last one a line was printed for."""
 
     def show(self, moment: Moment) -> None:
-        """Prints what is new; the headline counts what was resolved before the first look."""
+        """Prints what is new; the last line counts what was resolved before the first look."""
         is_first, step, verdict = self.step == -1, moment.summary.last_step, moment.verdict
         lines = []
         if step != self.step:
@@ -163,7 +163,7 @@ class Lines:
             self.reported.add(key)
         if moment.ended:
             lines.append(f"{moment.summary.run}: {STATES[moment.summary.state]}")
-            lines += [verdict.headline] if verdict is not None else []
+            lines += filter(None, (verdict.headline, verdict.uncounted)) if verdict is not None else ()
         for line in lines:
             self.console.print(clean(line), soft_wrap=True)
 
@@ -176,22 +176,7 @@ class Frame:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Renders all of it, the most important first."""
-        summary, verdict = self.moment.summary, self.moment.verdict
-        yield summary_head(summary)
-        if summary.last_step is None:
-            yield Text("No readings yet.")
-            return
-        yield headline(verdict) if verdict is not None else Text(UNDIAGNOSED, style="dim")
-        yield from (Text(), vitals_table(summary))
-        if verdict is not None and verdict.ranked:
-            yield Text()
-            yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS])
-            hidden = len(verdict.ranked) - MAX_FINDINGS
-            if hidden > 0:
-                yield Text(f"and {hidden} more; see `gradvitals doctor -v`", style="dim")
-        if summary.layers:
-            yield from (Text(), layer_table(summary))
-        yield from map(worst_list, summary.worst)
+        yield run_in_numbers(self.moment.summary, self.moment.verdict, most=MAX_FINDINGS)
 
 
 @dataclass(frozen=True)

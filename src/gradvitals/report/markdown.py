@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from gradvitals.report.catalog import name_of
 from gradvitals.report.format import clean, fix_snippet, number, summarize_actions
 from gradvitals.report.report import Report
-from gradvitals.report.verdict import LABELS, RankedFinding, in_sentence, state_of
+from gradvitals.report.verdict import LABELS, RankedFinding, state_of
 
 LIGHTS = {"healthy": "🟢", "attention": "🟡", "unhealthy": "🔴"}
 LABELED = ("Likely cause", "Fix", "Evidence")
@@ -24,17 +23,17 @@ def render_markdown(report: Report, *, verbose: bool = False) -> str:
 def _report(report: Report, verbose: bool) -> Iterator[str]:
     verdict, meta = report.verdict, report.run.meta
     yield f"### {LIGHTS[verdict.level]} {LABELS[verdict.level]}: `{_inline(str(report.run.path))}`\n"
-    yield f"{_text(verdict.counts if verdict.level != 'healthy' else verdict.headline)}\n"
+    if told := verdict.headline if verdict.level == "healthy" else verdict.remarks:
+        yield f"{_text(told)}\n"
     caused = verdict.consequences()
     serious = [item for item in verdict.ranked if item.weight != "info"]
     for item in verdict.ranked if verbose else [item for item in serious if item not in caused][:MAX_FINDINGS]:
         yield from _finding(item, live=verdict.live)
-    names = dict.fromkeys(in_sentence(name_of(item.finding.id)) for item in caused)
-    if names and not verbose:
-        yield f"Also caused by this: {', '.join(names)}.\n"
+    if verdict.also and not verbose:
+        yield f"Also caused by this: {verdict.also}.\n"
     if report.actions:
         yield f"{_text(summarize_actions(report.actions).splitlines()[0])}.\n"
-    yield f"{report.checks.counted}.\n"
+    yield f"{_text('; '.join(filter(None, (verdict.uncounted, report.checks.counted))))}.\n"
     latest = {trend.metric: trend.latest for trend in report.summary.trends}
     rows = {
         "steps": f"{verdict.steps:,} ({state_of(report.run)})",
@@ -51,12 +50,11 @@ def _report(report: Report, verbose: bool) -> Iterator[str]:
 
 
 def _finding(item: RankedFinding, *, live: bool) -> Iterator[str]:
-    finding = item.finding
-    cause, fix = (next(iter(texts), "") for texts in (finding.causes, finding.fixes))
-    seen = "; ".join(filter(None, [*item.evidence, item.place]))
+    finding, parts = item.finding, item.parts(live=live, limit=1)
+    parts["Evidence"] = ["; ".join(filter(None, [*item.evidence, item.place]))]
     yield f"**{_text(finding.title)}** ({item.label}, `{_inline(finding.id)}`, {_text(item.when(live=live))})\n"
-    yield from (f"- {label}: {_text(text)}" for label, text in zip(LABELED, (cause, fix, seen), strict=True) if text)
-    if snippet := fix_snippet(fix):
+    yield from (f"- {label}: {_text(text)}" for label in LABELED for text in parts[label] if text)
+    if snippet := fix_snippet(next(iter(parts["Fix"]), None)):
         yield f"\n```python\n{snippet}\n```"
     yield ""
 

@@ -89,12 +89,8 @@ def run_html(run: Run) -> str:
     if (span := span_of(run)) is not None:
         verdict, diagnosed = judge_run(run, run.findings), was_diagnosed(run.meta)
         cells = [_cell(curve, span.first, span.last) for curve in read_curves(run, span, CURVE_COLUMNS)]
-        parts = [
-            _headline(verdict.headline, LEVEL_COLORS[verdict.level]) if diagnosed else _headline(UNDIAGNOSED),
-            _labeled("Fix", verdict.fix),
-            tag("div", *cells, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0") if cells else None,
-            _finding_list(verdict),
-        ]
+        drawn = tag("div", *cells, style="display:flex;flex-wrap:wrap;gap:6px 22px;margin:8px 0") if cells else None
+        parts = [*_verdict_parts(verdict, drawn)] if diagnosed else [_headline(UNDIAGNOSED), drawn]
     ranks = num_ranks(run.meta)
     about = f"{progress(run)}, {len(run.tensors):,} tensors{f', {ranks:,} ranks' if ranks > 1 else ''}"
     head = tag("div", tag("b", cut(run.path.name or str(run.path))), " ", tag("span", about, style=DIM))
@@ -103,24 +99,22 @@ def run_html(run: Run) -> str:
 
 def verdict_html(verdict: Verdict) -> str:
     """Returns a verdict as a notebook shows it."""
-    snippet = fix_snippet(verdict.fix)
-    parts = (
-        _headline(verdict.headline, LEVEL_COLORS[verdict.level]),
-        _labeled("Likely cause", verdict.cause),
-        _labeled("Fix", verdict.fix),
-        tag("pre", snippet, style="margin:4px 0 4px 12px") if snippet else None,
-        tag("div", verdict.checked, style=DIM) if verdict.checked else None,
-        _finding_list(verdict),
-    )
-    return str(tag("div", *parts, style=FONT))
+    return str(tag("div", *_verdict_parts(verdict), style=FONT))
+
+
+def _verdict_parts(verdict: Verdict, drawn: Html | None = None) -> Iterator[Part]:
+    yield _headline(verdict.headline, LEVEL_COLORS[verdict.level])
+    for label, text in verdict.remedy.items():
+        yield tag("div", tag("b", label), ": ", cut(text, TITLE))
+    if snippet := fix_snippet(verdict.fix):
+        yield tag("pre", snippet, style="margin:4px 0 4px 12px")
+    yield tag("div", verdict.counted, style=DIM) if verdict.counted else None
+    yield drawn
+    yield _finding_list(verdict)
 
 
 def _headline(text: str, color: str = "currentColor") -> Html:
     return tag("div", cut(text, TITLE), style=f"border-left:4px solid {color};padding:2px 10px;margin:6px 0")
-
-
-def _labeled(label: str, text: str | None) -> Html | None:
-    return tag("div", tag("b", label), ": ", cut(text, TITLE)) if text else None
 
 
 def _finding_list(verdict: Verdict) -> Html | None:

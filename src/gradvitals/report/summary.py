@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.report.caveats import adam_memory, negative_gsnr
-from gradvitals.report.format import duration, plural
+from gradvitals.report.format import duration, number, plural
 from gradvitals.report.series import ByLayer, Floats, scan
 from gradvitals.report.verdict import State, metric_of_every_step, num_ranks, progress, state_of
 from gradvitals.store.blocks import Kind
@@ -21,6 +21,13 @@ NAN = float("nan")
 TRENDS = ("loss", "grad/norm", "gsnr", "lr", "vrgd/mean")
 LARGE_SPIKE = 5
 """A spike ratio above this is marked."""
+ENDS = 10
+"""Losses at the start and at the end whose medians are compared."""
+FAR = 10.0
+"""A loss that ends this many times above its start has blown up."""
+KINDS_WITH_INTERVALS: tuple[tuple[Kind, str], ...] = (("tensors", "tensor"), ("layers", "layer"))
+ALIKE = 0.01
+"""Values within this share of each other are alike."""
 MAX_WORST = 5
 """How many tensors each list of the worst ones names."""
 
@@ -84,7 +91,7 @@ class Worst:
 
 @dataclass(frozen=True, kw_only=True)
 class WorstList:
-    """The tensors that stand out in one way, the most extreme first."""
+    """The tensors that stand out in one way, the most extreme first; without rows, the remark says why none does."""
 
     metric: str
     title: str
@@ -131,6 +138,8 @@ class Summary:
     gsnr_batch_size: float | None
     gsnr_caveat: str
     """Why the GSNR must not be taken at face value; empty if it can be."""
+    blown_up: str
+    """How the run blew up, so that the GSNR of its layers means nothing; empty if it did not."""
     largest_spike: Spike | None
     layers_step: int | None
     layers: tuple[LayerRow, ...]
@@ -152,6 +161,17 @@ class Summary:
         ranks = f"{plural(self.num_ranks, 'rank')}, " if self.num_ranks > 1 else ""
         size = f"{self.num_parameters:,} parameters in {plural(self.num_tensors, 'tensor')}"
         return f"{self.progress}, {duration(self.seconds)}, {ranks}{size}"
+
+    @property
+    def shows_gsnr(self) -> bool:
+        """Whether the GSNR of layers is known and means something."""
+        return not self.blown_up and any(np.isfinite(row.gsnr) for row in self.layers)
+
+    @property
+    def no_layers(self) -> str:
+        """Why there is nothing to show of layers; empty if there is."""
+        known = np.isfinite([(row.grad_norm, row.update_ratio) for row in self.layers]).any()
+        return f"Layers are not shown: {self.blown_up}." if self.blown_up and self.layers and not known else ""
 
     def trend(self, metric: str) -> Trend | None:
         """Returns the trend of one metric, None if the run has none."""
@@ -185,6 +205,7 @@ def summarize(run: Run, *, whole_run: bool = True) -> Summary:
         gsnr_source=source,
         gsnr_batch_size=_batch_size(run, source),
         gsnr_caveat=(adam_memory(run) if "adam" in shown else "") or next(filter(None, caveats), ""),
+        blown_up=how_it_blew_up(run),
         largest_spike=_largest_spike(run),
         layers_step=layers_step,
         layers=layers,
@@ -295,22 +316,54 @@ def layer_rows(run: Run, source: str | None) -> tuple[int | None, tuple[LayerRow
     return max(steps), tuple(rows)
 
 
+def how_it_blew_up(run: Run) -> str:
+    """Returns how a run ended in NaN, or far above the loss it started at; empty if it did neither."""
+    for metric, name in (("loss", "loss"), ("grad/norm", "gradient norm")):
+        steps, values = run.series(metric) if metric in run.metrics("values") else (np.empty(0), np.empty(0))
+        if values.size and not np.isfinite(values[-1]):
+            last = np.flatnonzero(np.isfinite(values))[-1:]
+            since = f" since step {int(steps[last[0] + 1]):,}" if last.size else " from the start"
+            return f"the {name} is NaN or infinite{since}"
+        known = values[np.isfinite(values)]
+        if metric == "loss" and known.size >= 2 * ENDS:
+            first, final = (float(np.median(part)) for part in (known[:ENDS], known[-ENDS:]))
+            if final > FAR * first > 0:
+                return f"the loss rose from {number(first)} to {number(final)}"
+    return ""
+
+
+def _alike(run: Run, values: Floats, source: str | None) -> str:
+    """Returns why the GSNR of tensors cannot be ranked; empty if it can be."""
+    known = values[np.isfinite(values)]
+    if known.size > 1 and known.max() - known.min() <= ALIKE * np.abs(known).max():
+        return f"all {plural(known.size, 'value')} are alike"
+    for kind, name in KINDS_WITH_INTERVALS:
+        lows, highs = (_latest(run, f"gsnr_{end}", kind, source)[1] for end in ("low", "high"))
+        if len(lows) > 1 and np.isfinite(lows).all() and lows.max() <= highs.min():
+            return f"the 95% intervals of all {plural(len(lows), name)} overlap"
+    return ""
+
+
 def worst_lists(run: Run, source: str | None, *, whole_run: bool = True) -> tuple[WorstList, ...]:
-    """Returns the tensors that stand out in the whole run, or at the latest reading; no empty lists."""
+    """Returns the tensors that stand out in the whole run, or at the latest reading, each list if there is any."""
     names, now = run.names("tensors"), "at the latest reading"
     origin = f"from {source}, {now}" if source else now
     spikes = "norm over its moving average, in the whole run"
     nonfinite = "elements when first seen; 1: at least one"
     gsnr_step, gsnr = _latest(run, "gsnr", "tensors", source)
+    lowest = _top(names, gsnr, gsnr_step, lowest=True)
     update_step, updates = _latest(run, "update/ratio", "tensors")
+    why = (how_it_blew_up(run) or _alike(run, gsnr, source)) if gsnr_step is not None else ""
     lists = (
         ("grad/nonfinite", "NaN or Inf in the gradient", nonfinite, _first_nonfinite(run) if whole_run else ()),
-        ("gsnr", "Lowest GSNR", origin, _top(names, gsnr, gsnr_step, lowest=True)),
+        ("gsnr", "Lowest GSNR", f"not ranked: {why}" if why else origin, () if why else lowest),
         ("grad/spike_ratio", "Largest spike ratio", spikes, _largest_spikes(run) if whole_run else ()),
         ("update/ratio", "Largest update/weight", now, _top(names, updates, update_step)),
     )
     return tuple(
-        WorstList(metric=metric, title=title, remark=remark, rows=rows) for metric, title, remark, rows in lists if rows
+        WorstList(metric=metric, title=title, remark=remark, rows=rows)
+        for metric, title, remark, rows in lists
+        if rows or (why and metric == "gsnr")
     )
 
 

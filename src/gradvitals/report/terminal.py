@@ -192,9 +192,7 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
         yield from _labeled("Evidence", ["; ".join([*worst.evidence[:EVIDENCE], *place])])
         caused = verdict.consequences()
         if caused:
-            names = Counter(in_sentence(name_of(item.finding.id)) for item in caused)
-            text = ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in names.items())
-            yield Paragraph("  Also caused by this: ", clean(text), "bold")
+            yield Paragraph("  Also caused by this: ", clean(verdict.also), "bold")
         rest = [item for item in verdict.ranked[1:] if item not in caused and item.weight != "info"]
         for item in rest[:OTHER_FINDINGS]:
             yield _heading(item, routine=True, suffix=f"; {item.when(live=verdict.live)}")
@@ -208,8 +206,8 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
     for finding in report.monitoring:
         if finding.severity != "info":
             yield Paragraph("Monitoring: ", clean(f"{finding.title} (step {finding.first_step:,})"), "yellow")
-    name = relative(report.run.path)
-    yield Paragraph("", Text.assemble((f"{clean(name)}: ", "dim"), report.checks.counted, (" (-v for more)", "dim")))
+    counted = "; ".join(filter(None, (verdict.uncounted, report.checks.counted)))
+    yield Paragraph("", Text(f"{clean(relative(report.run.path))}: {clean(counted)} (-v for more)", "dim"))
 
 
 def _labeled(label: str, texts: Sequence[str], *, numbered: bool = False) -> Iterator[RenderableType]:
@@ -224,6 +222,7 @@ def _labeled(label: str, texts: Sequence[str], *, numbered: bool = False) -> Ite
 def _doctor_in_full(report: Report, all_checks: bool) -> Iterator[RenderableType]:
     verdict, checks = report.verdict, report.checks
     origin = clean(str(report.run.path))
+    origin += f": {clean(verdict.uncounted)}" if verdict.uncounted else ""
     if report.diagnosed.replayed:
         origin += (
             f", replayed with the current rules ({report.diagnosed.replayed}). A run stores fewer tensor readings than "
@@ -262,12 +261,8 @@ def finding_in_full(item: RankedFinding, *, live: bool, routine: bool = False) -
     yield _heading(item, routine=routine)
     if item.is_routine and not routine:
         return
-    finding, limit = item.finding, LIKELIEST if item.weight != "info" else 1
-    yield from _labeled("Where", [where(finding)] if finding.tensors else [])
-    yield from _labeled("When", [item.when(live=live, found=True)])
-    yield from _labeled("Evidence", item.evidence)
-    yield from _labeled("Likely cause", finding.causes[: 1 if finding.follows else limit], numbered=True)
-    yield from _labeled("Fix", item.fixes[:limit], numbered=True)
+    for label, texts in item.parts(live=live, limit=LIKELIEST if item.weight != "info" else 1).items():
+        yield from _labeled(label, texts, numbered=label in ("Likely cause", "Fix"))
 
 
 @grouped
@@ -281,10 +276,11 @@ def finding_in_short(item: RankedFinding, *, live: bool) -> Iterator[RenderableT
     yield from (Paragraph("  ", clean(line)) for line in (f"{place}{item.when(live=live)}", *fixes))
 
 
-def headline(verdict: Verdict) -> RenderableType:
-    """Returns the headline of a verdict, its first words in color."""
+def headline(verdict: Verdict, *, counted: bool = False) -> RenderableType:
+    """Returns the headline of a verdict, its first words in color, and on demand what it counts below."""
     head, colon, rest = clean(verdict.headline).partition(":")
-    return Paragraph("", Text.assemble((head + colon, LEVEL_STYLES[verdict.level]), rest))
+    line = Paragraph("", Text.assemble((head + colon, LEVEL_STYLES[verdict.level]), rest))
+    return Group(line, Text(clean(verdict.uncounted), "dim")) if counted and verdict.uncounted else line
 
 
 def actions_section(actions: Sequence[Action]) -> Iterator[RenderableType]:
@@ -352,30 +348,37 @@ def render_rule(entry: Entry, *, verbose: bool = False) -> Iterator[RenderableTy
 @grouped
 def render_report(report: Report) -> Iterator[RenderableType]:
     """Returns what `gradvitals report` prints, ready for `rich.console.Console.print`."""
-    summary, verdict = report.summary, report.recorded_verdict
+    yield run_in_numbers(report.summary, report.recorded_verdict, diagnosed=was_diagnosed(report.run.meta))
+    yield from actions_section(report.actions)
+    yield from monitoring_section(report.monitoring)
+    if dropped := report.summary.dropped:
+        yield Text(f"{dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
+
+
+@grouped
+def run_in_numbers(
+    summary: Summary, verdict: Verdict | None, *, diagnosed: bool = True, most: int | None = None
+) -> Iterator[RenderableType]:
+    """Returns the verdict, then vital signs, at most so many findings, layers, and tensors that stand out."""
     yield summary_head(summary)
     if summary.last_step is None:
         yield Text("No readings yet.")
     else:
-        yield vitals_table(summary)
+        undiagnosed = Paragraph("", Text(UNDIAGNOSED, "dim"))
+        yield headline(verdict, counted=True) if verdict is not None and diagnosed else undiagnosed
+        yield from (Text(), vitals_table(summary))
     if summary.gsnr_caveat:
         yield Paragraph("Note: ", clean(summary.gsnr_caveat), "yellow")
+    if verdict is not None and verdict.ranked:
+        yield Text()
+        yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked[:most])
+        hidden = f"and {len(verdict.ranked) - most} more; " if most and len(verdict.ranked) > most else ""
+        yield Paragraph("", Text(f"{hidden}`gradvitals doctor -v` has the evidence and the causes.", style="dim"))
     yield Text()
     if summary.layers:
         yield layer_table(summary)
     for worst in summary.worst:
         yield from (worst_list(worst), Text())
-    if not was_diagnosed(report.run.meta):
-        yield Paragraph("", UNDIAGNOSED)
-    elif summary.last_step is not None:
-        yield headline(verdict)
-    yield from (finding_in_short(item, live=verdict.live) for item in verdict.ranked)
-    if verdict.ranked:
-        yield Paragraph("", Text("`gradvitals doctor -v` has the evidence and the causes.", style="dim"))
-    yield from actions_section(report.actions)
-    yield from monitoring_section(report.monitoring)
-    if summary.dropped:
-        yield Text(f"{summary.dropped:,} readings were dropped because the disk could not keep up.", style="yellow")
 
 
 def summary_head(summary: Summary) -> Text:
@@ -418,23 +421,26 @@ def layer_table(summary: Summary) -> RenderableType:
     """Returns the layers in depth order, with intervals if there is room."""
     rows, size = summary.layers, summary.gsnr_batch_size
     title = f"Layers at step {summary.layers_step}, from input to output"
-    if summary.gsnr_source:
+    if summary.no_layers:
+        return Group(Text(summary.no_layers, "bold"), Text())
+    if summary.shows_gsnr:
         measured_at = f" at batch size {number(size)}" if size is not None else ""
         title += f" (GSNR from {summary.gsnr_source}{measured_at})"
-    columns = ("layer", "grad norm", "spike", "GSNR", "95% interval", "update/weight")
-    table = FittedTable(title, columns, optional=("update/weight", "spike", "95% interval"))
+    gsnr = ("GSNR", "95% interval") if summary.shows_gsnr else ()
+    columns = ("layer", "grad norm", "spike", *gsnr, "update/weight")
+    table = FittedTable(title, columns, optional=("update/weight", "spike", *gsnr[1:]))
     hidden = max(0, len(rows) - MAX_LAYERS)
     shown = [*rows[: MAX_LAYERS // 2], *rows[MAX_LAYERS // 2 + hidden :]] if hidden else rows
     for at, row in enumerate(shown):
         if hidden and at == MAX_LAYERS // 2:
             table.add(f"… {hidden:,} more; gradvitals export has all", *[""] * (len(columns) - 1))
         known = not math.isnan(row.gsnr_low) and not math.isnan(row.gsnr_high)
+        signal = (number(row.gsnr), f"{number(row.gsnr_low)} to {number(row.gsnr_high)}" if known else "-")
         table.add(
             row.name,
             Text(number(row.grad_norm), style="" if math.isfinite(row.grad_norm) else "bold red"),
             Text(number(row.spike_ratio), style="yellow" if row.spike_ratio > LARGE_SPIKE else ""),
-            number(row.gsnr),
-            f"{number(row.gsnr_low)} to {number(row.gsnr_high)}" if known else "-",
+            *signal[: len(gsnr)],
             number(row.update_ratio),
         )
     return table
@@ -448,7 +454,8 @@ def worst_list(found: WorstList) -> RenderableType:
     table.add_column(overflow="ellipsis", no_wrap=True)
     for row in found.rows:
         table.add_row(number(row.value), f"step {row.step}", Text(clean(row.name)))
-    return Group(Text.assemble((found.title, "bold"), (f", {found.remark}", "dim")), table)
+    head = Text.assemble((found.title, "bold"), (f", {found.remark}", "dim"))
+    return Group(head, table) if found.rows else Paragraph("", head)
 
 
 # -- gradvitals demo ---------------------------------------------------------------------------------------------
@@ -538,6 +545,10 @@ def render_list(lines: Sequence[RunLine], *, hidden: int = 0, width: int = 80) -
 @grouped
 def render_advice(advised: Advised, *, verbose: bool = False) -> Iterator[RenderableType]:
     """Returns what `gradvitals advise` prints; `verbose` adds the evidence."""
+    if advised.root is not None:
+        title, name = clean(cut(advised.root.title, TITLE)), clean(cut(advised.root.id))
+        yield Paragraph("", Text.assemble(("First: ", "bold yellow"), (title, "bold"), (f" [{name}]", "dim")))
+        yield from (*_labeled("Fix", advised.root.fixes[:1]), Text())
     count = sum(advice.can_tell for advice in advised.pieces)
     steps = f"{plural(advised.steps, 'step')}{' so far' if advised.live else ''}"
     head = f"Advice on {count} of {len(advised.pieces)} settings"

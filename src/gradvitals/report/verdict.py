@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gradvitals.advise.record import steps_spanned
 from gradvitals.diagnose import RULES, Diagnosis, RunInfo
 from gradvitals.diagnose.message import unread_steps
 from gradvitals.errors import RunError
 from gradvitals.format import number
-from gradvitals.notices import ABOUT_MONITORING
-from gradvitals.report.catalog import NOTICES, name_of
+from gradvitals.notices import ABOUT_MONITORING, made
+from gradvitals.report.catalog import name_of
 from gradvitals.report.format import clean, cut, duration, evidence, plural, where
 from gradvitals.store.opening import is_gone
 from gradvitals.store.reader import Run, open_run
@@ -36,6 +37,9 @@ STATES: dict[State, str] = {"running": "running", "finished": "finished", "stopp
 STOPPED = "training_stopped"
 WHY_STOPPED = (STOPPED, "ranks_lost")
 """Findings that explain why a process ended, the most specific first."""
+ENDS = (STOPPED, "run_cut_off")
+"""Findings about the end itself."""
+ONGOING = ", ongoing when the run ended"
 
 CLEAR_STEPS = 20
 """Steps without the pattern before a finding stops counting."""
@@ -94,6 +98,17 @@ class RankedFinding:
         root = self.finding.follows
         return (f"Fix {root} first",) if root else self.finding.fixes
 
+    def parts(self, *, live: bool, limit: int | None = None) -> dict[str, Sequence[str]]:
+        """Returns all there is to tell by its label, with at most `limit` causes and fixes."""
+        finding = self.finding
+        return {
+            "Where": [where(finding)] if finding.tensors else [],
+            "When": [self.when(live=live, found=True)],
+            "Evidence": self.evidence,
+            "Likely cause": finding.causes[: 1 if finding.follows else limit],
+            "Fix": self.fixes[:limit],
+        }
+
     @property
     def unread_before(self) -> int:
         """Steps right before the finding that were not read, so that it may have started earlier."""
@@ -105,10 +120,10 @@ class RankedFinding:
         first, last, found_step = self.finding.first_step, self.finding.last_step, self.finding.found_step
         unread = f" ({unread_steps(self.unread_before)} not read)" if self.unread_before else ""
         later = f"; found at step {found_step:,}" if found and found_step is not None and found_step > first else ""
-        if self.finding.id == STOPPED and self.is_open:
+        if self.finding.id in ENDS and self.is_open:
             return f"at step {first:,}, where the run ended{later}"
         if last is None:
-            return f"since step {first:,}{unread}{'' if live else ', ongoing when the run ended'}{later}"
+            return f"since step {first:,}{unread}{'' if live or self.finding.id in WHY_STOPPED else ONGOING}{later}"
         steps = f"step {first:,}" if last <= first else f"steps {first:,} to {last:,}"
         resolved = f"resolved {plural(self.clear_steps, 'step')} ago" if self.clear_steps else "just resolved"
         return f"{steps}{unread}, {resolved}{later}"
@@ -131,7 +146,11 @@ class Verdict:
 
     level: Level
     headline: str
-    """The level, how many steps and findings there are, and the worst of them, in a line."""
+    """The level, what is wrong and since when, in a line; if nothing is, how many steps and findings there are."""
+    counts: str
+    """How many steps and findings there are."""
+    remarks: str = ""
+    """How the headline ends: restarts, and what was not recorded."""
     ranked: tuple[RankedFinding, ...]
     """The findings about the training with their weights, worst first."""
     steps: int
@@ -167,18 +186,27 @@ class Verdict:
         return fix if fix is None or isinstance(fix, Fix) else Fix(fix)
 
     @property
-    def counts(self) -> str:
-        """How many steps and findings there are, without the level and the worst finding."""
-        text = self.headline.removeprefix(f"{LABELS[self.level]}: ")
-        others = (item for item in self.ranked if item is not stop_of(self.ranked))
-        worst = next((_worst(item, live=self.live) for item in others), "")
-        return text.replace(f" {worst}", "") if worst else text
+    def remedy(self) -> dict[str, str]:
+        """The likely cause and the fix, by their labels; empty if the run is healthy."""
+        return {label: text for label, text in (("Likely cause", self.cause), ("Fix", self.fix)) if text}
 
     @property
-    def checked(self) -> str:
-        """How many checks passed and were skipped; empty if none was made."""
+    def also(self) -> str:
+        """The names of the findings that the worst one caused, with how often; empty if there are none."""
+        names = Counter(in_sentence(name_of(item.finding.id)) for item in self.consequences())
+        return ", ".join(f"{name} ×{count}" if count > 1 else name for name, count in names.items())
+
+    @property
+    def uncounted(self) -> str:
+        """The counts, unless the headline has them: they come after the cause and the fix."""
+        return "" if self.counts in self.headline else self.counts
+
+    @property
+    def counted(self) -> str:
+        """The counts, unless the headline has them, and how many checks passed and were skipped, if any was made."""
         passed, skipped = len(self.checks_passed), len(self.checks_skipped)
-        return f"{plural(passed, 'check')} passed, {skipped} skipped" if passed or skipped else ""
+        checks = f"{plural(passed, 'check')} passed, {skipped} skipped" if passed or skipped else ""
+        return "; ".join(filter(None, (self.uncounted, checks)))
 
     @property
     def num_open(self) -> int:
@@ -209,6 +237,7 @@ class Verdict:
         return {
             "level": self.level,
             "headline": self.headline,
+            "counts": self.counts,
             "cause": self.cause,
             "fix": None if fix is None else fix.text,
             "change": None if fix is None else dict(fix.change),
@@ -221,9 +250,8 @@ class Verdict:
         }
 
     def __str__(self) -> str:
-        cause = f"Likely cause: {self.cause}" if self.cause else ""
-        fix = f"Fix: {self.fix}" if self.fix else ""
-        return "\n".join(map(clean, filter(None, (self.headline, cause, fix, self.checked))))
+        remedy = (f"{label}: {text}" for label, text in self.remedy.items())
+        return "\n".join(map(clean, filter(None, (self.headline, *remedy, self.counted))))
 
     def __repr__(self) -> str:
         return f"<Verdict {clean(self.headline)}>"
@@ -245,8 +273,9 @@ def judge(
     ranked = rank(findings, last_step=last_step, steps=steps)
     live = live and stop_of(ranked) is None
     level = LEVELS[ranked[0].weight] if ranked else "healthy"
-    headline = _headline(level, ranked, steps=steps, read=read, live=live)
-    return Verdict(level=level, headline=headline, ranked=ranked, steps=steps, read=read, live=live)
+    counts = _counts(ranked, steps=steps, read=read, live=live)
+    headline = _headline(level, ranked, counts, read=read, live=live)
+    return Verdict(level=level, headline=headline, counts=counts, ranked=ranked, steps=steps, read=read, live=live)
 
 
 def rank(findings: Iterable[Finding], *, last_step: int, steps: int) -> tuple[RankedFinding, ...]:
@@ -281,8 +310,10 @@ def stop_of(ranked: Iterable[RankedFinding]) -> RankedFinding | None:
 
 
 def self_reports(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Returns what gradvitals reports about itself, in order."""
-    return tuple(finding for finding in findings if finding.id in ABOUT_MONITORING)
+    """Returns what gradvitals reports about itself, in order; how often it reads, as it was last."""
+    own = [finding for finding in findings if finding.id in ABOUT_MONITORING]
+    last = next((finding for finding in reversed(own) if finding.id == "readings_thinned"), None)
+    return tuple(finding for finding in own if finding.id != "readings_thinned" or finding is last)
 
 
 def _ranked(finding: Finding, episodes: Sequence[Finding], last_step: int, steps: int) -> RankedFinding:
@@ -314,41 +345,54 @@ def _rank(severity: Severity) -> int:
     return SEVERITIES.index(severity)
 
 
-def _headline(level: Level, ranked: Sequence[RankedFinding], *, steps: int, read: int, live: bool) -> str:
-    unread = f" (gradients read at {read:,})" if read < steps else ""
-    counted = f"{plural(steps, 'step')}{unread}{' so far' if live else ''}"
+def _headline(level: Level, ranked: Sequence[RankedFinding], counts: str, *, read: int, live: bool) -> str:
     stop = stop_of(ranked)
-    others = [item for item in ranked if item is not stop]
+    worst = next((item for item in ranked if item is not stop), None)
+    told = "" if worst is None or "info" == worst.weight == worst.finding.severity else _in_words(worst, live=live)
     if stop is not None and stop.finding.severity != "info":
         reason = stop.finding.evidence.get("reason")  # older runs have it in the title alone
         error = str(reason or stop.finding.title.removeprefix("training stopped with ")).rstrip(".")
         on_rank = f" on rank {stop.finding.rank}" if stop.finding.rank is not None else ""
-        stopped = f"stopped at step {stop.finding.first_step:,}{on_rank} by {error}"
-        before = f"{_counts(others)} before. {_worst(others[0], live=False)}" if others else "no other findings."
-        return f"{LABELS[level]}: {stopped}. {counted}, {before}".rstrip()
+        before = f" Before that: {told}" if told else ""
+        return f"{LABELS[level]}: stopped at step {stop.finding.first_step:,}{on_rank} by {error}.{before}"
     by_hand = "" if stop is None else f" Stopped manually at step {stop.finding.first_step:,}."
-    if others:
-        return f"{LABELS[level]}: {counted}, {_counts(others)}. {_worst(others[0], live=live)}".rstrip() + by_hand
-    if read < EARLY_STEPS:
-        return f"Nothing wrong yet, but it is early: {counted}.{by_hand}"
-    return f"Healthy: {counted}, no findings.{by_hand}"
+    if worst is None and read < EARLY_STEPS:
+        return f"Nothing wrong yet, but it is early: {counts}.{by_hand}"
+    if level == "healthy":
+        return f"Healthy: {counts}.{f' Earlier: {told}' if told else ''}{by_hand}"
+    return f"{LABELS[level]}: {told}{by_hand}"
 
 
-def _counts(ranked: Sequence[RankedFinding]) -> str:
-    """Returns how many findings are open, how many of these are notes, and how many are resolved.
+def _in_words(item: RankedFinding, *, live: bool) -> str:
+    """Returns the title of a finding, and since when it has been there if the title does not say it."""
+    title, when = item.finding.title, item.when(live=live).removesuffix(ONGOING)
+    has_step = re.search(rf"\bstep {item.finding.first_step:,}(?![\d,.]*\d)", title)
+    return f"{title}." if item.is_open and not item.unread_before and has_step else f"{title} ({when})."
 
-    Notes are named: ``2 notes (noisy gradients, clipping never triggers)``.
+
+def _counts(ranked: Sequence[RankedFinding], *, steps: int, read: int, live: bool) -> str:
+    """Returns how many steps were made, how many findings are open, how many of these are notes, and resolved ones.
+
+    Notes are named: ``200 steps, 2 notes (noisy gradients, clipping never triggers)``.
     """
-    notes = [item for item in ranked if item.is_open and item.finding.severity == "info"]
-    resolved = [item for item in ranked if not item.is_open]
-    serious = len(ranked) - len(notes) - len(resolved)
-    parts = [plural(serious, "open finding")] if serious else []
+    stop = stop_of(ranked)
+    others = [item for item in ranked if item is not stop]
+    notes = [item for item in others if item.is_open and item.finding.severity == "info"]
+    resolved = [item for item in others if not item.is_open]
+    serious = len(others) - len(notes) - len(resolved)
+    unread = f" (gradients read at {read:,})" if read < steps else ""
+    parts = [f"{plural(steps, 'step')}{unread}{' so far' if live else ''}"]
+    parts += [plural(serious, "open finding")] if serious else []
     for listed, counted in ((notes, plural(len(notes), "note")), (resolved, f"{len(resolved)} resolved")):
         names = list(dict.fromkeys(in_sentence(cut(name_of(item.finding.id))) for item in listed))
         rest = [f"{len(names) - NAMED_NOTES} more"] if len(names) > NAMED_NOTES else []
         named = all(item.finding.severity == "info" for item in listed)
         parts += [counted + (f" ({', '.join(names[:NAMED_NOTES] + rest)})" if named else "")] if listed else []
-    return ", ".join(parts)
+    crashed = stop is not None and stop.finding.severity != "info"
+    if others:
+        return ", ".join(parts) + (" before" if crashed else "")
+    early = read < EARLY_STEPS and not crashed
+    return ", ".join([*parts, *([] if early else ["no other findings" if crashed else "no findings"])])
 
 
 def in_sentence(name: str) -> str:
@@ -359,16 +403,6 @@ def in_sentence(name: str) -> str:
     """
     first = name.partition(" ")[0]
     return name if first != first.capitalize() else name[:1].lower() + name[1:]
-
-
-def _worst(item: RankedFinding, *, live: bool) -> str:
-    if item.finding.severity == "info":
-        return ""  # a note is not what a run should be known by
-    title, when = item.finding.title, item.when(live=live)
-    only_start = item.is_open and not item.unread_before
-    if only_start and re.search(rf"\bstep {item.finding.first_step:,}(?![\d,.]*\d)", title):
-        when = ", ".join(when.split(", ")[1:])  # the title has the step
-    return f"Worst: {title}{f' ({when})' if when else ''}."
 
 
 # -- the verdict on a run ------------------------------------------------------------------------------------------
@@ -467,7 +501,19 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
         ignored = next((finding for finding in findings if finding.id == "observe_ignored"), None)
         no_loss = NO_LOSS_IMPORTED if "imported" in run.meta else NO_LOSS
         more.append(no_loss if ignored is None else f"No loss was recorded: {ignored.title}.")
-    return replace(verdict, headline=" ".join(filter(None, (verdict.headline, *more))))
+    remarks = " ".join(filter(None, more))
+    return replace(verdict, headline=f"{verdict.headline} {remarks}".rstrip(), remarks=remarks)
+
+
+def steps_spanned(run: Run, steps: NDArray[np.int64]) -> int:
+    """Returns how many steps training made from the first to the last of those that were read, in order.
+
+    Some between them may have been passed over. What lies between two processes of a run is not counted.
+    """
+    # Of a process that a later one did all over again, nothing is left.
+    begins = np.minimum.accumulate([segment.first_step for segment in reversed(run.segments)])[::-1]
+    parts = np.split(steps, np.searchsorted(steps, begins))
+    return sum(int(part[-1]) - int(part[0]) + 1 for part in parts if len(part))
 
 
 def metric_of_every_step(run: Run) -> str | None:
@@ -483,13 +529,15 @@ def num_ranks(meta: Mapping[str, Any]) -> int:
 
 def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
     """Yields what to print when training is over: the verdict on each run, and where to read more."""
+    details = []
     for path, model in runs.items():
         with open_run(path) as run:
             verdict = judge_run(run, diagnose_run(run).findings)
         yield f"{clean(model)} ({relative(path)}): {verdict.headline}" if len(runs) > 1 else verdict.headline
-        if verdict.fix:
-            yield f"fix: {clean(verdict.fix)}"
-    yield from (f"details: gradvitals doctor {relative(path)}" for path in runs)
+        yield from (f"{label.lower()}: {clean(text)}" for label, text in verdict.remedy.items())
+        counted = f"{clean(verdict.counted)}; " if verdict.counted else ""
+        details.append(f"{counted}details: gradvitals doctor {relative(path)}")
+    yield from details
 
 
 def relative(path: Path) -> str:
@@ -532,16 +580,8 @@ def _cut_off(run: Run, last_step: int) -> Finding:
     """Returns the finding for a run whose process ended without a trace."""
     silent = time.time() - float(run.meta["heartbeat"])
     seen = "its process is gone, last seen" if is_gone(run.meta) else "its process was last seen"
-    notice = NOTICES["run_cut_off"]
-    return Finding(
-        id="run_cut_off",
-        severity="warning",
-        title=f"The run was cut off at step {last_step:,}: it was not closed, and {seen} {duration(silent)} ago",
-        first_step=last_step,
-        evidence={"silent_seconds": round(silent, 1)},
-        causes=notice.causes,
-        fixes=notice.fixes,
-    )
+    title = f"The run was cut off at step {last_step:,}: it was not closed, and {seen} {duration(silent)} ago"
+    return made("run_cut_off", title, last_step, evidence={"silent_seconds": round(silent, 1)})
 
 
 def restarts(run: Run) -> tuple[Restart, ...]:

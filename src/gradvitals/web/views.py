@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from gradvitals.report.catalog import name_of
 from gradvitals.report.diff import RunDiff
 from gradvitals.report.format import clean, cut, fix_snippet, summarize_actions, where
 from gradvitals.report.listing import RunFile
-from gradvitals.report.series import CellReducer, Floats, is_averaged, layer_kinds, table_of
+from gradvitals.report.series import CURVES, CellReducer, Floats, is_averaged, layer_kinds, table_of
 from gradvitals.report.summary import worst_lists
 from gradvitals.report.verdict import (
     UNDIAGNOSED,
@@ -37,10 +38,11 @@ MAX_TENSORS = 50
 MAX_ACTIONS = 400
 NAME = 300
 """Characters of a name that are shown."""
+NAMES = ("id", "name", "kind", "finding", "host", "version", "A", "B", "before", "after", "cost", "when", "follows")
+"""What has names in it; everything else is text."""
 TEXT = 2_000
 """Characters of a sentence that are shown."""
 
-RUN_CHARTS = ("loss", "grad/norm", "gsnr", "noise_scale", "lr")
 TENSOR_CHARTS = ("grad/norm", "gsnr", "update/ratio", "weight/norm")
 """The charts of one tensor, layer or head."""
 
@@ -77,6 +79,15 @@ def short(text: str, limit: int = NAME) -> str:
 # -- JSON ----------------------------------------------------------------------------------------------------------
 
 
+def shown(content: Any, limit: int = TEXT) -> Any:
+    """Returns a record with every text in it as it is shown."""
+    if isinstance(content, str):
+        return short(content, limit)
+    if isinstance(content, Mapping):
+        return {key: shown(value, NAME if key in NAMES else TEXT) for key, value in content.items()}
+    return [shown(value, limit) for value in content] if isinstance(content, (list, tuple)) else content
+
+
 def list_entry(file: RunFile, run: Run) -> dict[str, Any]:
     """Returns a run for the list of runs."""
     return _entry(file, run, judge_run(run, run.findings))
@@ -85,19 +96,19 @@ def list_entry(file: RunFile, run: Run) -> dict[str, Any]:
 def _entry(file: RunFile, run: Run, verdict: Verdict) -> dict[str, Any]:
     meta = run.meta
     undiagnosed = verdict.steps and not was_diagnosed(meta)
-    return {
+    entry = {
         "id": file.id,
-        "name": short(file.name),
+        "name": file.name,
         "state": state_of(run),
         "level": verdict.level if verdict.steps and not undiagnosed else "unknown",
-        "line": short(UNDIAGNOSED if undiagnosed else verdict.headline, TEXT),
+        "line": UNDIAGNOSED if undiagnosed else verdict.headline,
         "last_step": run.last_step,
         "steps": verdict.steps,
         "open": verdict.num_open,
         "started_at": meta["started_at"],
         "heard_at": meta["finished_at"] or meta["heartbeat"],
-        "charts": _charts(run, RUN_CHARTS, "values"),
     }
+    return {**shown(entry), "charts": _charts(run, CURVES, "values")}
 
 
 def unread_entry(file: RunFile) -> dict[str, Any]:
@@ -118,33 +129,32 @@ def overview(file: RunFile, run: Run) -> dict[str, Any]:
     meta, findings, actions = run.meta, run.findings, run.actions
     verdict = judge_run(run, findings)
     rows = _row_numbers(run)
-    return {
-        **_entry(file, run, verdict),
+    about = {
         "told": run.num_records(),
         "segments": len(run.segments),
-        "cause": None if verdict.cause is None else short(verdict.cause, TEXT),
-        "fix": None if verdict.fix is None else short(verdict.fix, TEXT),
-        "snippet": _lines(fix_snippet(verdict.fix)),
+        "cause": verdict.cause,
+        "fix": verdict.fix,
         "now": time.time(),
-        "host": short(str(meta["hostname"])),
-        "version": short(str(meta.get("version", ""))),
+        "host": str(meta["hostname"]),
+        "version": str(meta.get("version", "")),
         "num_tensors": len(run.tensors),
         "num_parameters": sum(info.numel for info in run.tensors),
         "num_ranks": num_ranks(meta),
         "dropped": run.dropped,
-        "findings": [_finding(item, rows, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS]],
         "num_findings": len(verdict.ranked),
         "monitoring": [
-            {
-                "title": short(finding.title, TEXT),
-                "step": finding.first_step,
-                "fixes": [short(text, TEXT) for text in finding.fixes[:1]],
-            }
+            {"title": finding.title, "step": finding.first_step, "fixes": finding.fixes[:1]}
             for finding in self_reports(findings)[:MAX_FINDINGS]
         ],
         "actions": [_action(action) for action in actions[-MAX_ACTIONS:]],
         "num_actions": len(actions),
-        "acted": [short(line.strip(), TEXT) for line in summarize_actions(actions).splitlines()] if actions else [],
+        "acted": [line.strip() for line in summarize_actions(actions).splitlines()] if actions else [],
+    }
+    return {
+        **_entry(file, run, verdict),
+        **shown(about),
+        "snippet": _lines(fix_snippet(verdict.fix)),
+        "findings": [_finding(item, rows, live=verdict.live) for item in verdict.ranked[:MAX_FINDINGS]],
         "tensor_charts": _charts(run, TENSOR_CHARTS, "tensors"),
         "layer_charts": _charts(run, TENSOR_CHARTS, "layers"),
         "head_charts": _charts(run, TENSOR_CHARTS, "heads"),
@@ -158,25 +168,23 @@ def _lines(snippet: str) -> str:
 
 def layout(run: Run) -> dict[str, Any]:
     """Returns the layers in depth order, with what they are and the rows of their tensors and attention heads."""
-    names = run.names("layers")
-    infos = run.tensors
+    infos, heads = run.tensors, run.names("heads")
     kinds = layer_kinds(infos)
-    layers: list[dict[str, Any]] = [
-        {"name": short(name), "kind": short(kinds.get(name, "")), "tensors": [], "heads": []} for name in names
-    ]
-    at = {name: number for number, name in enumerate(names)}
+    layers: dict[str, dict[str, Any]] = {
+        name: {"name": short(name), "kind": short(kinds.get(name, "")), "tensors": [], "heads": []}
+        for name in run.names("layers")
+    }
     for row, info in enumerate(infos):
-        if info.layer in at:
-            layers[at[info.layer]]["tensors"].append(row)
-    heads = run.names("heads")
+        if info.layer in layers:
+            layers[info.layer]["tensors"].append(row)
     for row, name in enumerate(heads):
         module = name.rpartition("/")[0]
-        while module and module not in at:  # a head belongs to the innermost layer around its module
+        while module and module not in layers:  # a head belongs to the innermost layer around its module
             module = module.rpartition(".")[0]
-        if module in at:
-            layers[at[module]]["heads"].append(row)
+        if module in layers:
+            layers[module]["heads"].append(row)
     return {
-        "layers": layers,
+        "layers": list(layers.values()),
         "tensors": [short(name) for name in run.names("tensors")],
         "shapes": ["×".join(map(str, info.shape[:8])) or "scalar" for info in infos],
         "heads": [short(name) for name in heads],
@@ -185,26 +193,22 @@ def layout(run: Run) -> dict[str, Any]:
 
 def difference(found: RunDiff, a: RunFile, b: RunFile) -> dict[str, Any]:
     """Returns how run B differs from run A, as `gradvitals diff` prints it, with the names of the runs."""
-    names = {"A": short(a.name), "B": short(b.name)}
-    return {"names": names, "sentences": [short(text, TEXT) for text in found.sentences()]}
+    return {"names": shown({"A": a.name, "B": b.name}), "sentences": shown(found.sentences())}
 
 
 def worst_tensors(run: Run) -> dict[str, Any]:
     """Returns the tensors that stand out, as `gradvitals report` lists them."""
     places = _row_numbers(run)
-    return {
-        "lists": [
-            {
-                "metric": found.metric,
-                "title": f"{found.title}, {found.remark}",
-                "rows": [
-                    {"name": short(row.name), "row": places.get(row.name), "value": row.value, "step": row.step}
-                    for row in found.rows
-                ],
-            }
-            for found in worst_lists(run, next(iter(run.sources("gsnr", "tensors")), None))
-        ]
-    }
+    found = worst_lists(run, next(iter(run.sources("gsnr", "tensors")), None))
+    lists = [
+        {
+            "metric": one.metric,
+            "title": f"{one.title}, {one.remark}",
+            "rows": [{**asdict(row), "row": places.get(row.name)} for row in one.rows],
+        }
+        for one in found
+    ]
+    return {"lists": shown(lists)}
 
 
 def _row_numbers(run: Run) -> dict[str, int]:
@@ -227,44 +231,30 @@ def _charts(run: Run, wanted: Sequence[str], kind: Kind) -> list[dict[str, Any]]
 
 def _finding(item: RankedFinding, rows: Mapping[str, int], *, live: bool) -> dict[str, Any]:
     finding = item.finding
-    return {
-        "id": short(finding.id),
-        "name": short(name_of(finding.id)),
-        "severity": finding.severity,
+    kept = ("id", "severity", "title", "first_step", "last_step", "found_step", "rank", "follows")
+    about = {
+        **{name: getattr(finding, name) for name in kept},
+        "name": name_of(finding.id),
         "weight": item.weight,
         "open": item.is_open,
-        "title": short(finding.title, TEXT),
-        "first_step": finding.first_step,
-        "last_step": finding.last_step,
-        "found_step": finding.found_step,
-        "when": short(item.when(live=live)),
-        "where": short(where(finding), TEXT) if finding.tensors else "",
-        "rank": finding.rank,
+        "when": item.when(live=live),
+        "where": where(finding) if finding.tensors else "",
         "num_tensors": len(finding.tensors),
-        "tensors": [{"name": short(name), "row": rows.get(name)} for name in finding.tensors[:MAX_TENSORS]],
-        "seen": [short(line, TEXT) for line in item.evidence],
-        "causes": [short(text, TEXT) for text in finding.causes[:8]],
-        "fixes": [short(text, TEXT) for text in finding.fixes[:8]],
-        "snippet": _lines(fix_snippet(next(iter(finding.fixes), None))),
-        "follows": short(finding.follows) if finding.follows else None,
+        "tensors": [{"name": name, "row": rows.get(name)} for name in finding.tensors[:MAX_TENSORS]],
+        "seen": item.evidence,
+        "causes": finding.causes[:8],
+        "fixes": finding.fixes[:8],
     }
+    return {**shown(about), "snippet": _lines(fix_snippet(next(iter(finding.fixes), None)))}
 
 
 def _action(action: Action) -> dict[str, Any]:
     def facts(content: Mapping[str, Any]) -> list[str]:
-        return [short(f"{key.replace('_', ' ')}: {value}") for key, value in list(content.items())[:12]]
+        return [f"{key.replace('_', ' ')}: {value}" for key, value in list(content.items())[:12]]
 
-    return {
-        "kind": short(action.kind),
-        "step": action.step,
-        "taken": action.taken,
-        "finding": short(action.finding or ""),
-        "text": short(str(action), TEXT),
-        "reason": short(action.reason, TEXT),
-        "before": facts(action.before),
-        "after": facts(action.after),
-        "cost": facts(action.cost),
-    }
+    kept = {name: getattr(action, name) for name in ("kind", "step", "taken", "reason")}
+    changes = {name: facts(getattr(action, name)) for name in ("before", "after", "cost")}
+    return {**kept, **changes, "finding": action.finding or "", "text": str(action)}
 
 
 # -- series --------------------------------------------------------------------------------------------------------

@@ -50,6 +50,9 @@ from gradvitals.worker.record import (
 COMMIT_SECONDS = 0.25
 """Interval between reads of the journal, and commits, while a run is young or someone waits for its readings."""
 
+FIRST_STEPS, FIRST_SECONDS = 6, 6.0
+"""Until when findings of the first steps wait to be printed."""
+
 YOUNG_SECONDS, CALM_SECONDS = 10.0, 1.0
 """The age from which on a run is read less often, and that interval: a larger batch costs hardly more."""
 
@@ -146,6 +149,8 @@ class LiveDiagnosis:
     def __init__(self, info: RunInfo, config: Config, on_error: Callable[[str, Exception], None]) -> None:
         self._quiet = config.quiet
         self._printed: dict[tuple[Any, ...], Severity] = {}
+        self._lines: list[tuple[int, str]] = []
+        """Lines to print, each with the step that it names."""
         self.opened: list[tuple[int, Finding]] = []
         """Findings that opened or got worse, each with the step that showed it."""
         self.diagnosis = Diagnosis(info=info, settings=config.rules, on_error=on_error)
@@ -155,22 +160,29 @@ class LiveDiagnosis:
         self.diagnosis.describe(layout)
         changed = self.diagnosis.read(readings)
         for finding in changed:
-            self._print(finding, readings[0].step)
+            self._note(finding, readings[0].step)
         return changed
 
-    def _print(self, finding: Finding, step: int) -> None:
+    def print_news(self) -> None:
+        """Print what came up since the last call, by step: a finding may concern steps before those of another."""
+        lines, self._lines = sorted(self._lines, key=lambda line: line[0]), []
+        for _, line in lines:
+            print_line(line, self._quiet)
+
+    def _note(self, finding: Finding, step: int) -> None:
         episode = _episode(finding)
         printed = self._printed.get(episode)
         if finding.last_step is not None:
             if self._printed.pop(episode, None) is not None and finding.follows is None:
                 resolved = f"{colored('resolved', 'green')} at step {finding.last_step + 1:,}: {_name(finding)}"
-                print_line(resolved, self._quiet)
+                self._lines.append((finding.last_step + 1, resolved))
         elif finding.severity != "info" and (printed is None or _worse(finding.severity, printed)):
             self._printed[episode] = finding.severity
             self.opened = [*self.opened[-OPENED + 1 :], (step, finding)]
             if finding.follows is None:  # its root cause was printed
                 worse = f"{colored(finding.severity, 'red')} at step {step:,} (was: {printed}): {_name(finding)}"
-                print_line(live_line(finding) if printed is None else worse, self._quiet)
+                news = (finding.first_step, live_line(finding)) if printed is None else (step, worse)
+                self._lines.append(news)
 
     def start_over(self) -> list[Finding]:
         """Start the diagnosis over after a rollback. Returns the findings that this closed."""
@@ -275,11 +287,19 @@ class Worker:
             self._finish_plain()
         except Exception as error:
             self._on_error("worker", error)
+        self._print_news()
         if self.store is not None and not self.closed:
             self.store.dropped_before = self._journal.dropped
             self.store.commit() if at_once else self.store.commit_if_due()
         if self.store is None or self.store.is_settled:
             self._journal.release()  # only what is on disk: another worker may have to read the rest
+
+    def _print_news(self, *, at_once: bool = False) -> None:
+        """Print new findings; those of the first steps only after the line on what is watched, which takes a few."""
+        is_first = self._step < self._setup.first_step + FIRST_STEPS
+        is_young = time.monotonic() - self._started_at < FIRST_SECONDS
+        if self.diagnosis is not None and (at_once or not (is_first and is_young)):
+            self.diagnosis.print_news()
 
     def _take(self, kind: int, data: bytes) -> None:
         if kind == STEP:
@@ -401,6 +421,7 @@ class Worker:
     # -- what the training process asks for ---------------------------------------------------------------------
 
     def _obey(self, command: Mapping[str, Any]) -> None:
+        self._print_news(at_once=True)  # before what the training process prints once it has its answer
         what = command["do"]
         if what == "finding":
             self.report(Finding.from_json(command["finding"]), aloud=command["aloud"])
@@ -444,6 +465,7 @@ class Worker:
     def abandon(self) -> None:
         """Write what a dead training process left, without marking the run as finished."""
         self.drain()
+        self._print_news(at_once=True)
         if not self.closed:
             self._publisher.close()
             if self.store is not None:

@@ -149,35 +149,69 @@ def _found(optimizers: list[torch.optim.Optimizer], roots: list[nn.Module]) -> F
         root = roots[0].module if isinstance(roots[0], DataParallel) else roots[0]
         return Found(root, optimizers, class_name(unwrapped(root)), True)
     named: dict[str, nn.Module] = {}
+    shown, variables = [], script_variables()
     for root in map(unwrapped, roots):
-        name, number = class_name(root), 2
+        variable = variable_of(root, variables) if is_from_torch(root) else None
+        own = variable if variable is not None and not hasattr(nn.ModuleDict, variable) else class_name(root)
+        name, number = own, 2
         while name in named:
-            name, number = f"{class_name(root)}{number}", number + 1
+            name, number = f"{own}{number}", number + 1
         named[name] = root
+        shown.append(name if own == variable or not is_from_torch(root) else described(root))
     # A container that only gives them names; the modules stay as they are.
-    return Found(nn.ModuleDict(named), optimizers, "+".join(named) or type(optimizers[0]).__name__, bool(named))
+    return Found(nn.ModuleDict(named), optimizers, "+".join(shown) or type(optimizers[0]).__name__, bool(named))
+
+
+def is_from_torch(module: nn.Module) -> bool:
+    """Returns whether a module is of one of torch's own classes, whose name says little."""
+    is_shard = class_name(module) != type(module).__name__  # `fully_shard` makes a class of its own
+    return type(module).__module__.startswith("torch.") and not is_shard
+
+
+def described(module: nn.Module) -> str:
+    """Returns the class of a module, and the number of layers of a bare container: ``Sequential of 5 layers``."""
+    if type(module) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
+        return class_name(module)
+    count = len(list(module.children()))
+    return f"{class_name(module)} of {count} layer{'' if count == 1 else 's'}"
+
+
+def script_variables() -> dict[str, object]:
+    """Returns the variables of the script by their names: its global ones, and those of its running functions."""
+    found, frame = dict(vars(sys.modules["__main__"])), sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if frame.f_globals.get("__name__") == "__main__":
+            found = {**frame.f_locals, **found}
+    return found
+
+
+def variable_of(module: nn.Module, variables: Mapping[str, object]) -> str | None:
+    """Returns the name of the variable that holds a module, if one does."""
+    modules = ((name, value) for name, value in variables.items() if issubclass(type(value), nn.Module))
+    return next((name for name, value in modules if unwrapped(value) is module), None)  # type: ignore[arg-type]
 
 
 def distinct_name(found: Found, taken: Collection[str], variables: Mapping[str, object]) -> str:
     """Returns a name that distinguishes a model from the others of its script.
 
     It is the class, unless that is one of torch's own, such as Sequential, or taken: then the variable that holds the
-    model, or else the class with a number.
+    model, or else the class with the number of layers of a container, and with a number if that is taken.
 
     Args:
         found: The model.
         taken: Names of other models.
-        variables: Global variables of the script. A model made inside a function is in none of them.
+        variables: Variables of the script.
     """
     own = unwrapped(found.model)
-    if found.name not in taken and not type(own).__module__.startswith("torch."):
+    if found.name not in taken and not is_from_torch(own):
         return found.name
-    for variable, value in variables.items():
-        if variable not in taken and issubclass(type(value), nn.Module) and unwrapped(value) is own:  # type: ignore[arg-type]
-            return variable
-    name, number = found.name, 2
+    variable = variable_of(own, {name: value for name, value in variables.items() if name not in taken})
+    if variable is not None:
+        return variable
+    plain = described(own) if found.name == class_name(own) else found.name
+    name, number = plain, 2
     while name in taken:
-        name, number = f"{found.name}-{number}", number + 1
+        name, number = f"{plain}-{number}", number + 1
     return name
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 import time
 import weakref
@@ -33,7 +32,14 @@ from gradvitals.integrations.backward import (
     show_shards,
 )
 from gradvitals.integrations.zero_code.by_hand import OwnUpdates, UpdateFinder, optimizer_name
-from gradvitals.integrations.zero_code.discovery import Found, SampleCount, distinct_name, find, parameters_of
+from gradvitals.integrations.zero_code.discovery import (
+    Found,
+    SampleCount,
+    distinct_name,
+    find,
+    parameters_of,
+    script_variables,
+)
 from gradvitals.integrations.zero_code.program import Settings
 from gradvitals.monitor import Monitor
 from gradvitals.report.verdict import relative
@@ -522,8 +528,7 @@ class Watcher:
             self.prints = dist.get_rank() == 0
         too_many = resume is None and self._num_started >= MAX_RUNS
         if resume is None and not too_many:
-            variables = dict(vars(sys.modules["__main__"]))
-            found = replace(found, name=distinct_name(found, self._names, variables))
+            found = replace(found, name=distinct_name(found, self._names, script_variables()))
         if too_many:
             self._print(f"{MAX_RUNS} models have been watched already; {found.name} is not")
         elif is_distributed() and not self._launched:
@@ -556,7 +561,8 @@ class Watcher:
 
     def _watch(self, found: Found, resume: Path | None) -> Monitor:
         settings = self.settings
-        path = settings.run if self._num_started == 0 else settings.run.with_name(f"{settings.run.name}-{found.name}")
+        place = f"{settings.run.name}-{found.name.replace(' ', '-')}"
+        path = settings.run if self._num_started == 0 else settings.run.with_name(place)
         config = Config(
             tensor_every=settings.every,
             quiet=settings.quiet,
