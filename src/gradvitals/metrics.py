@@ -318,6 +318,7 @@ INSPECTED: dict[str, str] = {
     "head/penalty": "1 if the loss uses weights directly, as a penalty on them does",
     "head/error": "mean error of the outputs, if the loss has other terms too, is a sum, or is scaled",
     "target/trivial_error": "the same for predicting the mean, or the frequency of each class",
+    "head/weights": "largest weight that the loss gives to a class over the smallest",
 }
 """What is known about an inspected batch. The journal has each at its place in this table."""
 

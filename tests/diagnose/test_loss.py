@@ -65,6 +65,14 @@ def test_one_high_loss_is_a_spike_of_its_batch() -> None:
     assert finding.evidence["expected"]["loss"] == pytest.approx(0.58, rel=0.1)
 
 
+@pytest.mark.parametrize(("weights", "fires"), [(100.0, False), (2.0, True)])
+def test_a_class_of_large_weight_may_raise_the_loss_by_as_much(weights: float, fires: bool) -> None:
+    run = healthy_run()
+    run.values["loss"][250] = 2.2  # of 0.58
+    run.values["head/weights"] = np.full(len(run.values["loss"]), weights)
+    assert bool(run.findings("loss_spike")) is fires
+
+
 def test_a_spike_after_a_large_update_is_not_the_batchs_doing() -> None:
     run = healthy_run()
     run.values["loss"][250] = 2.2

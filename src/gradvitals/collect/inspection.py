@@ -205,6 +205,13 @@ class Graph:
         return -1
 
 
+def _range(weights: Tensor, *, with_one: bool) -> Tensor:
+    """Returns the largest weight over the smallest that is not 0; weights of positives are beside 1 for negatives."""
+    weights = weights.detach().float().reshape(-1)
+    weights = torch.cat([weights, weights.new_ones(1)]) if with_one else weights
+    return weights.amax() / torch.where(weights > 0, weights, math.inf).amin()
+
+
 def _feeds_data(layer: Any) -> bool:
     """Whether a layer acts on data rather than on another layer's output."""
     if _is(layer, LOOKUPS):
@@ -596,8 +603,8 @@ class Head:
         self.loss = ""
         self.error_node: Any = None
         """The operation that compares outputs with targets."""
-        self.is_weighted = False
-        """Whether it weights classes or samples."""
+        self.weights: Tensor | None = None
+        """The weights that it gives to classes or samples."""
         self.is_mean = True
         """Whether it is an ordinary mean over targets, of the size that a prediction of their mean would make."""
         squashes = [(node, SQUASHES[name]) for node in nodes for name in SQUASHES if _is(node, (name,))]
@@ -623,8 +630,8 @@ class Head:
             kind = next((kind for name, kind in by_name.items() if _is(node, (name,))), "")
             if kind:
                 self.loss = kind
-                self.error_node, self.is_weighted = node, _saved(node, "weight", "pos_weight") is not None
-                is_mean = getattr(node, "_saved_reduction", 1) != SUM and not self.is_weighted
+                self.error_node, self.weights = node, _saved(node, "weight", "pos_weight")
+                is_mean = getattr(node, "_saved_reduction", 1) != SUM and self.weights is None
                 self.is_mean = is_mean and self._is_whole(node)
                 target = _saved(node, "target")
                 own = self.outputs = _saved(node, "self")
@@ -711,7 +718,7 @@ class Head:
 
     def error(self) -> Tensor | None:
         """Returns the mean error of the outputs, if the loss has other terms too; None if it is all there is."""
-        if self.is_mean or self.error_node is None or self.is_weighted:
+        if self.is_mean or self.error_node is None or self.weights is not None:
             return None
         node, own, target = self.error_node, _saved(self.error_node, "self"), _saved(self.error_node, "target")
         if own is None:
@@ -769,6 +776,8 @@ class Head:
         found["head/logs"] = float(len(logs))
         foreign = [layer for layer in last if graph.weight_row(layer) < 0]
         found["head/foreign"] = float(bool(last) and len(foreign) == len(last))
+        if self.weights is not None:
+            found["head/weights"] = _range(self.weights, with_one=_saved(self.error_node, "pos_weight") is not None)
         products = [node for node in self.nodes if _is(node, ("MmBackward", "BmmBackward"))]
         found["head/products"] = float(bool(products))
         found["head/dropout"] = float(any(_is(node, ("NativeDropoutBackward",)) for node in self.nodes))

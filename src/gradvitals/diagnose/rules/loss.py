@@ -189,6 +189,8 @@ class LossSpike(Rule):
             log_z = baseline.compare_one(loss, 1)[1]
             usual = unit * baseline.level.item(0)
             outlier = not log_z <= self.z and math.log(ratio) > self.RISE
+            # A sample of a class with a large weight is meant to raise the loss by as much.
+            outlier &= not loss < usual * step.fact("head/weights")
         baseline.learn_one(scaled, 0)
         baseline.learn_one(loss, 1)
         if not outlier:
