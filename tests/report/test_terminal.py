@@ -221,13 +221,7 @@ def test_a_table_of_very_many_layers_leaves_out_the_middle() -> None:
     console = Console(width=100, color_system=None)
     for many, left_out in ((MAX_LAYERS, 0), (MAX_LAYERS + 600, 600)):
         with console.capture() as shown:
-            about = {
-                "layers_step": 5,
-                "gsnr_source": None,
-                "gsnr_batch_size": None,
-                "shows_gsnr": True,
-                "no_layers": "",
-            }
+            about = {"layers_step": 5, "gsnr_origin": "", "shows_gsnr": True, "no_layers": ""}
             summary = SimpleNamespace(layers=rows[:many], **about)
             console.print(layer_table(summary))
         words = [line.split()[0] for line in shown.get().splitlines() if line.strip()]

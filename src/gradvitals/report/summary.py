@@ -170,6 +170,17 @@ class Summary:
         return not self.blown_up and any(np.isfinite(row.gsnr) for row in self.layers)
 
     @property
+    def gsnr_origin(self) -> str:
+        """What the GSNR of layers is from, and the batch size it stands for."""
+        at = f" at batch size {number(self.gsnr_batch_size)}" if self.gsnr_batch_size is not None else ""
+        return f"GSNR from {self.gsnr_source}{at}"
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest value of each metric that has a trend."""
+        return {trend.metric: trend.latest for trend in self.trends}
+
+    @property
     def no_layers(self) -> str:
         """Why there is nothing to show of layers; empty if there is."""
         known = np.isfinite([(row.grad_norm, row.update_ratio) for row in self.layers]).any()
