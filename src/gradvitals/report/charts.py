@@ -313,20 +313,26 @@ def timeline(
     batch_size: float | None = None,
 ) -> Html:
     """Returns all curves, one under the other."""
-    xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDE))
+    xs = _step_axis(span)
     parts: list[Part] = [_flags(marks, xs) if marks else None, _actions(actions, xs) if actions else None]
     parts += [_lane(curve, xs, marks, batch_size if curve.metric == "noise_scale" else None) for curve in curves]
-    return tag("div", *parts, x_axis(xs), class_="timeline", data_first=span.first, data_last=span.last)
+    return over_steps(parts, span)
 
 
-def x_axis(xs: Axis) -> Html:
-    """Returns step numbers for everything that shares the axis; a narrow window hides every other one."""
+def _step_axis(span: Span) -> Axis:
+    return Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDE))
+
+
+def over_steps(parts: Iterable[Part], span: Span) -> Html:
+    """Returns drawings one under the other, with the steps below; a narrow window hides every other number."""
+    xs = _step_axis(span)
     ticks = [tick for tick in xs.ticks(8) if tick == int(tick)]
     steps = [
         tag("span", f"{int(tick):,}", style=f"left:{_percent(xs, tick)}%", class_="odd" if at % 2 else None)
         for at, tick in enumerate(ticks)
     ]
-    return tag("div", tag("div", class_="label"), tag("div", *steps, class_="xs"), class_="lane axis")
+    axis = tag("div", tag("div", class_="label"), tag("div", *steps, class_="xs"), class_="lane axis")
+    return tag("div", *parts, axis, class_="timeline", data_first=span.first, data_last=span.last)
 
 
 def _lane(curve: Curve, xs: Axis, marks: Sequence[Mark], batch_size: float | None) -> Html:

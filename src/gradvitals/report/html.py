@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.report.charts import WIDE, Axis, Mark, bar, heatmap_figure, interval_mark, timeline, x_axis
+from gradvitals.report.charts import Axis, Mark, bar, heatmap_figure, interval_mark, over_steps, timeline
 from gradvitals.report.format import TITLE, capitalized, cut, duration, number, summarize_actions
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
 from gradvitals.report.report import Checks, Report
@@ -177,19 +177,15 @@ def _heatmaps(run: Run, span: Span) -> Html | None:
     figures = [part for found in read_heatmaps(run, span) if (part := heatmap_figure(found)) is not None]
     if not figures:
         return None
-    xs = Axis(span.first, max(span.last, span.first + 1), 0.0, float(WIDE))
     text = "Input at the top, output at the bottom. Colors are logarithmic; a reading lasts until the next one."
-    drawn = tag("div", *figures, x_axis(xs), class_="timeline", data_first=span.first, data_last=span.last)
-    return join([tag("p", text, class_="dim"), drawn])
+    return join([tag("p", text, class_="dim"), over_steps(figures, span)])
 
 
 def _gsnr_note(summary: Summary) -> Html | None:
     if not summary.shows_gsnr:
         return None
-    size = summary.gsnr_batch_size
-    at = f" at batch size {number(size)}" if size is not None else ""
     caveat = f" Note: {summary.gsnr_caveat}." if summary.gsnr_caveat else ""
-    return tag("p", f"GSNR from {summary.gsnr_source}{at}. A dashed line is at GSNR 1.{caveat}", class_="dim")
+    return tag("p", f"{summary.gsnr_origin}. A dashed line is at GSNR 1.{caveat}", class_="dim")
 
 
 def _layers(summary: Summary) -> Html:
@@ -211,9 +207,7 @@ def _layers(summary: Summary) -> Html:
         cells.append([_name(row.name), norm, spike, *signal, number(row.update_ratio)])
     heads = ["GSNR", "95% interval"] if summary.shows_gsnr else []
     whole = table(["Layer", "Gradient norm", "Spike ratio", *heads, "Update over weight"], cells)
-    more = f"The first {len(rows):,} of {len(summary.layers):,} layers; gradvitals export has all."
-    note = tag("p", more, class_="dim") if len(summary.layers) > len(rows) else None
-    return join([whole if len(rows) <= MAX_OPEN_ROWS else folded(f"All {len(rows):,} layers", whole), note])
+    return _unless_long(whole, "layers", len(rows), len(summary.layers))
 
 
 def _worst_tensors(summary: Summary) -> Html | None:
@@ -248,8 +242,17 @@ def _ranks(run: Run) -> Html | None:
     shown = min(count, MAX_RANKS)
     rows = ([f"rank {rank}", *(number(float(column[rank])) for column in values)] for rank in range(shown))
     whole = table(["Rank", *(RANK_COLUMNS[metric] for metric in columns)], rows)
-    more = tag("p", f"The first {MAX_RANKS} of {count:,} ranks.", class_="dim") if count > MAX_RANKS else None
-    return join([whole if count <= MAX_OPEN_ROWS else folded(f"All {shown} ranks", whole), more])
+    return _unless_long(whole, "ranks", shown, count)
+
+
+def _unless_long(whole: Html, what: str, shown: int, count: int) -> Html:
+    """Returns a table, folded if it is long, and how much of it is not shown."""
+    more = (
+        tag("p", f"The first {shown:,} of {count:,} {what}; gradvitals export has all.", class_="dim")
+        if count > shown
+        else None
+    )
+    return join([whole if shown <= MAX_OPEN_ROWS else folded(f"All {shown:,} {what}", whole), more])
 
 
 def _settings(meta: Mapping[str, Any], summary: Summary) -> Html:

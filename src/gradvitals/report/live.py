@@ -49,10 +49,8 @@ class Moment:
     def latest(self) -> dict[str, float]:
         """The newest value of each metric."""
         scale = self.summary.noise_scale
-        values = {trend.metric: trend.latest for trend in self.summary.trends}
-        if scale.measured:
-            values |= {"noise_scale": scale.value, "noise_scale_low": scale.low, "noise_scale_high": scale.high}
-        return values
+        noise = {"noise_scale": scale.value, "noise_scale_low": scale.low, "noise_scale_high": scale.high}
+        return self.summary.latest | (noise if scale.measured else {})
 
     def to_json(self) -> dict[str, Any]:
         """Returns one line of `gradvitals watch --json`."""

@@ -34,7 +34,7 @@ def _report(report: Report, verbose: bool) -> Iterator[str]:
     if report.actions:
         yield f"{_text(summarize_actions(report.actions).splitlines()[0])}.\n"
     yield f"{_text('; '.join(filter(None, (verdict.uncounted, report.checks.counted))))}.\n"
-    latest = {trend.metric: trend.latest for trend in report.summary.trends}
+    latest = report.summary.latest
     rows = {
         "steps": f"{verdict.steps:,} ({state_of(report.run)})",
         **{metric: number(latest[metric]) for metric in ("loss", "grad/norm", "gsnr") if metric in latest},

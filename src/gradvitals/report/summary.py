@@ -23,6 +23,8 @@ LARGE_SPIKE = 5
 """A spike ratio above this is marked."""
 ENDS = 10
 """Losses at the start and at the end whose medians are compared."""
+MAY_RISE = ("head/signed_weights", "head/chosen", "head/foreign")
+"""Facts about the loss, any of which shows that its level means little."""
 FAR = 10.0
 """A loss that ends this many times above its start has blown up."""
 KINDS_WITH_INTERVALS: tuple[tuple[Kind, str], ...] = (("tensors", "tensor"), ("layers", "layer"))
@@ -166,6 +168,17 @@ class Summary:
     def shows_gsnr(self) -> bool:
         """Whether the GSNR of layers is known and means something."""
         return not self.blown_up and any(np.isfinite(row.gsnr) for row in self.layers)
+
+    @property
+    def gsnr_origin(self) -> str:
+        """What the GSNR of layers is from, and the batch size it stands for."""
+        at = f" at batch size {number(self.gsnr_batch_size)}" if self.gsnr_batch_size is not None else ""
+        return f"GSNR from {self.gsnr_source}{at}"
+
+    @property
+    def latest(self) -> dict[str, float]:
+        """The newest value of each metric that has a trend."""
+        return {trend.metric: trend.latest for trend in self.trends}
 
     @property
     def no_layers(self) -> str:
@@ -325,11 +338,17 @@ def how_it_blew_up(run: Run) -> str:
             since = f" since step {int(steps[last[0] + 1]):,}" if last.size else " from the start"
             return f"the {name} is NaN or infinite{since}"
         known = values[np.isfinite(values)]
-        if metric == "loss" and known.size >= 2 * ENDS:
+        if metric == "loss" and known.size >= 2 * ENDS and not _may_rise(run):
             first, final = (float(np.median(part)) for part in (known[:ENDS], known[-ENDS:]))
             if final > FAR * first > 0:
                 return f"the loss rose from {number(first)} to {number(final)}"
     return ""
+
+
+def _may_rise(run: Run) -> bool:
+    """Returns whether the loss need not fall: in a GAN, or in reinforcement learning."""
+    known = run.metrics("values")
+    return "step/in_turn" in known or any((run.series(fact)[1] == 1).any() for fact in MAY_RISE if fact in known)
 
 
 def _alike(run: Run, values: Floats, source: str | None) -> str:

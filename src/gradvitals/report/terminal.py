@@ -419,13 +419,11 @@ def vitals_table(summary: Summary) -> Table:
 
 def layer_table(summary: Summary) -> RenderableType:
     """Returns the layers in depth order, with intervals if there is room."""
-    rows, size = summary.layers, summary.gsnr_batch_size
+    rows = summary.layers
     title = f"Layers at step {summary.layers_step}, from input to output"
     if summary.no_layers:
         return Group(Text(summary.no_layers, "bold"), Text())
-    if summary.shows_gsnr:
-        measured_at = f" at batch size {number(size)}" if size is not None else ""
-        title += f" (GSNR from {summary.gsnr_source}{measured_at})"
+    title += f" ({summary.gsnr_origin})" if summary.shows_gsnr else ""
     gsnr = ("GSNR", "95% interval") if summary.shows_gsnr else ()
     columns = ("layer", "grad norm", "spike", *gsnr, "update/weight")
     table = FittedTable(title, columns, optional=("update/weight", "spike", *gsnr[1:]))
