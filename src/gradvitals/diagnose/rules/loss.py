@@ -653,6 +653,7 @@ class LossUnbounded(Rule):
     needs = ("loss", "grad/norm")
     expects_fall = True
     judges_after = 80
+    closes_after = NEVER  # what has no lower end does not get one
     follows = ("stale_gradients",)
     masks = ("explosion", "still_falling", "loss_spike")
     message = Message(
@@ -671,7 +672,7 @@ class LossUnbounded(Rule):
     EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FEWEST = 80  # losses
     FAR = 20.0  # how far below zero, in units of the first losses
-    FASTER = 1.5  # fall of the last half of the losses over that of the half before
+    FASTER = 1.25  # fall of the last half of the losses over that of the half before
     STEEPER = 3.0  # gradient norm over that of the first steps; on the way to a minimum it falls
 
     found: bool = field(default=False, init=False)
