@@ -282,7 +282,8 @@ class Diagnosis:
         if seen.active:
             entry.last_seen, entry.silent = step, 0
             numbers = {**seen.seen, **seen.text}
-            entry.renewed = {name: numbers[name] for name in RENEWED if "steps" in numbers and name in numbers}
+            counts = "steps" in numbers or "times" in numbers
+            entry.renewed = {name: numbers[name] for name in RENEWED if counts and name in numbers}
         worse = SEVERITIES.index(seen.severity) > SEVERITIES.index(old.severity)
         elsewhere = not set(seen.tensors) <= set(old.tensors)
         lasted = step - old.first_step

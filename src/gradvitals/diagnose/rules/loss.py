@@ -655,6 +655,7 @@ class LossUnbounded(Rule):
     needs = ("loss", "grad/norm")
     expects_fall = True
     judges_after = 80
+    closes_after = NEVER  # what has no lower end does not get one
     follows = ("stale_gradients",)
     masks = ("explosion", "still_falling", "loss_spike")
     message = Message(
@@ -673,9 +674,10 @@ class LossUnbounded(Rule):
     EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FEWEST = 80  # losses
     FAR = 20.0  # how far below zero, in units of the first losses
-    FASTER = 1.5  # fall of the last half of the losses over that of the half before
+    FASTER = 1.25  # fall of the last half of the losses over that of the half before
     STEEPER = 3.0  # gradient norm over that of the first steps; on the way to a minimum it falls
 
+    faster: bool = field(default=False, init=False)
     found: bool = field(default=False, init=False)
 
     def check(self, step: Step) -> Observation | None:
@@ -687,9 +689,11 @@ class LossUnbounded(Rule):
             return None
         last = losses.last(200)
         begin, middle, end = (float(np.median(part)) for part in np.array_split(last, 3))
-        steeper = float(np.median(norms.last(20))) > self.STEEPER * float(np.median(norms.values[:10]))
-        # What has no lower end does not get one, even if the loss falls at a steady pace from here on.
-        self.found |= steeper and middle - end > self.FASTER * (begin - middle)
+        steeper = float(np.median(norms.last(10))) > self.STEEPER * float(np.median(norms.values[:10]))
+        # What has no lower end does not get one, even if the loss falls at a steady pace from here on. Norms are read
+        # at few steps, and show it later than losses.
+        self.faster |= middle - end > self.FASTER * (begin - middle)
+        self.found |= steeper and self.faster
         if not self.found:
             return None
         seen = {"loss": now, "first_loss": start, "steps": step.number}

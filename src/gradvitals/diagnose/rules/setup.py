@@ -608,8 +608,8 @@ class LayerWiring(SetupRule):
                 "model cannot learn anything that depends on order"
             ),
             "narrow": (
-                "A hidden layer of {narrow} is a bottleneck: everything the model knows about an input must "
-                "pass it, and {left:%} of the loss of a trivial prediction is left"
+                "The model has too few hidden units: everything it knows about an input must pass a layer of {narrow}, "
+                "and {left:%} of the loss of a trivial prediction is left"
             ),
             "peaked": (
                 "Attention starts saturated: on average {peak:%} of its weight is on one place, so that hardly any "
