@@ -194,7 +194,7 @@ def draw_figure(summary: Mapping[str, Any], path: Path) -> None:
     """Draw the held-out loss against the optimizer steps: of every seed of the arms, and of the sweep."""
     arms = Panel(title="arms, three seeds", x_name="optimizer steps", y_name="held-out loss (nats per byte)")
     for color, one in enumerate(summary["arms"]):
-        steps, losses = zip(*one["points"], strict=True)
+        steps, losses = ([point[axis] for point in one["points"]] for axis in (0, 1))
         arms.traces.append(Trace(name=f"{one['arm']} {one['batch']}", x=steps, y=losses, color=color))
     sweep = Panel(title="sweep of fixed batches", x_name="learning rate", y_name=arms.y_name, x_log=True)
     for color, batch in enumerate(sorted({one["batch"] for one in summary["sweep"]})):
