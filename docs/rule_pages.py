@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from gradvitals.report.catalog import NOTICES, OTHERS, Entry, entries
+from gradvitals.notices import NOTICES
+from gradvitals.report.catalog import OTHERS, Entry, entries, entry
 from gradvitals.report.verdict import in_sentence
 
 
@@ -15,9 +16,10 @@ def rule_pages(pictures: Sequence[str] = ()) -> dict[str, str]:
     Args:
         pictures: Ids of rules that have a picture of a run that shows them.
     """
-    own = [entry for entry in entries() if entry.family != OTHERS]
-    pages = {entry.id: "\n".join(_page(entry, entry.id in pictures)) + "\n" for entry in (*own, *NOTICES.values())}
-    return {"index": "\n".join(_index(own)) + "\n", **pages}
+    own = [rule for rule in entries() if rule.family != OTHERS]
+    notices = [entry(name) for name in NOTICES]
+    pages = {one.id: "\n".join(_page(one, one.id in pictures)) + "\n" for one in (*own, *notices)}
+    return {"index": "\n".join(_index(own, notices)) + "\n", **pages}
 
 
 def _page(entry: Entry, has_picture: bool) -> Iterator[str]:
@@ -47,18 +49,18 @@ def _page(entry: Entry, has_picture: bool) -> Iterator[str]:
     yield f"The same in a terminal: `gradvitals doctor --explain {entry.id}`."
 
 
-def _index(own: Sequence[Entry]) -> Iterator[str]:
+def _index(own: Sequence[Entry], notices: Sequence[Entry]) -> Iterator[str]:
     yield "# Every rule\n"
     yield "A page per rule: what it looks for, likely causes, fixes, how it is decided, and its settings.\n"
     families: list[tuple[str, Sequence[Entry]]] = [
-        (family, list(found)) for family, found in groupby(own, key=lambda entry: entry.family)
+        (family, list(found)) for family, found in groupby(own, key=lambda rule: rule.family)
     ]
-    for family, found in [*families, ("not found by a rule", list(NOTICES.values()))]:
+    for family, found in [*families, ("not found by a rule", notices)]:
         yield f"## {family.capitalize()}\n"
-        yield from (f"- [`{entry.id}`]({entry.id}.md): {_escaped(entry.pattern)}" for entry in found)
+        yield from (f"- [`{one.id}`]({one.id}.md): {_escaped(one.pattern)}" for one in found)
         yield ""
     yield "```{toctree}\n:hidden:\n"
-    yield from (entry.id for entry in (*own, *NOTICES.values()))
+    yield from (one.id for one in (*own, *notices))
     yield "```"
 
 
