@@ -739,6 +739,7 @@ class Outweighed(Rule):
 
     LEFT = 0.85  # error over that of a trivial prediction
     FELL = 0.1  # share of the first loss that the loss has fallen by
+    RIVAL = 1.5  # growth of the share that the error has of the loss
     READINGS = 2  # after the first tenth of the run
 
     def check(self, step: Step) -> Observation | None:
@@ -746,16 +747,18 @@ class Outweighed(Rule):
 
     def conclude(self, step: Step) -> Observation | None:
         trivial, classes = step.fact("target/trivial_error"), step.fact("head/softmax_units")
-        errors = step.history["head/error"].since(step.number / 10)[1]
+        steps, errors = step.history["head/error"].since(step.number / 10)
         losses = step.history["loss"].last(20)
         if step.number < self.judges_after or len(errors) < self.READINGS or not len(losses):
             return None
         if not trivial > 0 or classes > step.fact("head/samples"):
             return None
         error, start = float(np.mean(errors)), float(np.mean(step.first_losses or [math.nan]))
-        loss = float(np.median(losses))
-        fell = start - loss > self.FELL * abs(start)
-        if not (error > self.LEFT * trivial and fell):
+        loss, at_step = float(np.median(losses)), dict(zip(*step.history["loss"].since(0), strict=True))
+        # An error whose share of the loss stays the same has no rival: the loss is a multiple of it.
+        grew = np.median([one / at_step.get(at, loss) for at, one in zip(steps, errors, strict=True)])
+        grew /= step.history["head/error"].values[0] / step.first_losses[0] if step.first_losses else math.nan
+        if not (error > self.LEFT * trivial and start - loss > self.FELL * abs(start) and grew > self.RIVAL):
             return None
         seen = {"error": error, "trivial": trivial, "loss": loss, "first_loss": start}
         key = "penalty" if step.fact("head/penalty") == 1 else "term"
