@@ -37,8 +37,8 @@ from gradvitals.distributed.topology import Holdings, RankInfo, Topology, finger
 from gradvitals.errors import GradvitalsError
 from gradvitals.monitor import Monitor, watch
 from gradvitals.types import Layout, TensorInfo
-from gradvitals.worker.aggregate import StepSums, Table
 from gradvitals.worker.record import Context
+from gradvitals.worker.sums import StepSums, Table
 
 NUMBER_BYTES = 8
 HOP_SECONDS = 50e-6

@@ -27,7 +27,7 @@ class Config:
         sources: GSNR sources to use if the run offers them: ``"microbatch"``, ``"ranks"``, ``"adam"``, ``"window"``.
         overhead_budget: The largest share of the training thread's time that readings may take, such as 0.05. If they
             take more, full readings become rarer, and a norm that the loop does not compute itself is not read at
-            every step. None: 1%, after half a second of readings. 1: no limit.
+            every step. None: 0.5%, after the first 0.05 seconds of readings. 1: no limit.
         include: Regular expression. Only parameters whose name contains a match are watched.
         exclude: Regular expression. Parameters whose name contains a match are not watched.
         heads: Attention heads. None finds them, 0 turns them off, a number or ``{module name: number}`` sets them.

@@ -50,12 +50,12 @@ from gradvitals.sinks import Sink, as_sink
 from gradvitals.store import free_run_path, next_step, run_meta
 from gradvitals.store.reader import open_run
 from gradvitals.types import Action, Finding, Layout, Reading, json_ready
-from gradvitals.worker.aggregate import PartWeights, StepSums, Table, aggregate, sums_to_bytes
 from gradvitals.worker.channel import Message
 from gradvitals.worker.link import WorkerLink
 from gradvitals.worker.publish import CLOSE_SECONDS as PUBLISH_SECONDS
 from gradvitals.worker.publish import Destination, Publisher, wants_readings
 from gradvitals.worker.record import PLAIN, STEP, SUMS, Context, Decoder, Encoder, Part, StepRecord
+from gradvitals.worker.sums import PartWeights, StepSums, Table, aggregate, sums_to_bytes
 from gradvitals.worker.worker import Setup, print_line
 
 if TYPE_CHECKING:

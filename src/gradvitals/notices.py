@@ -67,8 +67,8 @@ NOTICES: dict[str, Notice] = {
             "needs",
         )),
     "readings_thinned": Notice("Readings thinned", ("info",),
-        "Monitoring exceeded Config.overhead_budget (2% of the step time by default on a CPU), so gradvitals reads "
-        "tensors less often or skips steps.",
+        "Readings exceeded Config.overhead_budget (0.5% of the training time by default), so gradvitals reads tensors "
+        "less often.",
         ("The model has many small tensors, or steps are very short",),
         (
             "Raise overhead_budget (1 removes the limit), choose fewer metrics, or clip gradients, which makes the "

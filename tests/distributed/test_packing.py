@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.distributed.cost import topology_of
 from gradvitals.distributed.allreduce import Kind, StepPacker
-from gradvitals.worker.aggregate import RowSums, StepSums, Table
 from gradvitals.worker.record import Context
+from gradvitals.worker.sums import RowSums, StepSums, Table
 
 PLAIN = Kind(full=False, detail=False)
 

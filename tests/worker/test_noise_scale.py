@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradvitals import functional
-from gradvitals.worker.aggregate import NoiseScaleHistory
+from gradvitals.worker.averages import NoiseScaleHistory
 
 PARTS, SAMPLES = 4, 8
 """Micro-batches per step, and samples in each."""

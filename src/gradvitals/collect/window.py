@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradvitals.collect import reductions
 from gradvitals.collect.transfer import ReadingBuffer
-from gradvitals.worker.aggregate import NUM_BLOCKS
+from gradvitals.worker.sums import NUM_BLOCKS
 
 MAX_COORDINATES = 2**16
 

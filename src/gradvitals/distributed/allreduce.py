@@ -18,8 +18,8 @@ from torch import distributed as dist
 from gradvitals.distributed.audit import Comparison
 from gradvitals.distributed.topology import Topology
 from gradvitals.metrics import METRICS, SUMS
-from gradvitals.worker.aggregate import NUM_BLOCKS, PartSums, RowSums, StepSums, Table, WindowSums
 from gradvitals.worker.record import STAGES, Context, Floats
+from gradvitals.worker.sums import NUM_BLOCKS, PartSums, RowSums, StepSums, Table, WindowSums
 
 SLOTS = ("heads", "parts")
 """Sums of every slice of an attention head, at full steps."""

@@ -21,8 +21,8 @@ from gradvitals.collect.transfer import ReadingBuffer
 from gradvitals.distributed.shards import local
 from gradvitals.distributed.topology import Topology
 from gradvitals.functional.dispersion import leave_one_out_z, norm_dispersion, norm_ratios
-from gradvitals.worker.aggregate import StepSums
 from gradvitals.worker.record import Floats
+from gradvitals.worker.sums import StepSums
 
 Prints = NDArray[np.uint64]
 

@@ -22,14 +22,7 @@ from gradvitals.diagnose.engine import LARGE_NORM
 from gradvitals.errors import RunError
 from gradvitals.store.writer import Record, RunWriter, run_file
 from gradvitals.types import SEVERITIES, SOURCES, Action, Finding, Layout, PlainReadings, Reading, Severity, Source
-from gradvitals.worker.aggregate import (
-    Aggregator,
-    PartWeights,
-    StepSums,
-    Table,
-    aggregate,
-    sums_from_bytes,
-)
+from gradvitals.worker.aggregate import Aggregator
 from gradvitals.worker.channel import Channel
 from gradvitals.worker.journal import Journal
 from gradvitals.worker.publish import Destination, Publisher
@@ -46,6 +39,7 @@ from gradvitals.worker.record import (
     decode_plain,
     join_plain,
 )
+from gradvitals.worker.sums import PartWeights, StepSums, Table, aggregate, sums_from_bytes
 
 COMMIT_SECONDS = 0.25
 """Interval between reads of the journal, and commits, while a run is young or someone waits for its readings."""
