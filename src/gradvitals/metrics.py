@@ -170,6 +170,7 @@ METRICS: dict[str, Metric] = {
     ),
     "vrgd/at_one": Metric("share of those factors that are 1", ("factor_one",), _mean, setting="vrgd/mean"),
     "clip/max_norm": Metric("the norm that the training loop clips gradients to"),
+    "clip/scale": Metric("the loss scale that gradients still carried when the training loop clipped them"),
     "grad/carried": Metric("1 if backward added to gradients that the previous step left: they were not zeroed"),
     "batches/given_up": Metric("batches that the loop skipped since the previous step, if any", unit="batches"),
     "batches/given_up_loss": Metric("the loss of the last of them, if it was reported"),

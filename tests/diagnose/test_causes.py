@@ -76,6 +76,24 @@ def test_a_root_that_is_silent_explains_nothing_new() -> None:
     assert [one.follows for one in findings] == [None, "lr_too_high", None]
 
 
+def test_a_root_is_the_one_that_was_there_then() -> None:
+    findings = [
+        finding("lr_too_high", 5, last=20),
+        finding("explosion", 10, last=15),
+        finding("stale_gradients", 400),
+        finding("lr_too_high", 500),  # a consequence of what began at step 400, unlike the first
+    ]
+    link_to_roots(findings, findings, {"stale_gradients": 600, "lr_too_high": 600})
+    assert [one.follows for one in findings] == [None, "lr_too_high", None, "stale_gradients"]
+    assert findings[1].causes[0] == "Consequence of lr_too_high: lr_too_high"
+
+
+def test_findings_that_could_follow_from_each_other_keep_a_root() -> None:
+    findings = [finding(name, 0) for name in ("stale_gradients", "unchanged_weights", "lr_too_high")]
+    link_to_roots(findings, findings, {})
+    assert None in [one.follows for one in findings]
+
+
 def test_every_id_is_that_of_a_rule() -> None:
     for rule in RULES.values():
         assert {*rule.follows, *rule.masks} <= set(RULES)

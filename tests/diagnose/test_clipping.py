@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from by_hand import Run, healthy_run, only
 
+import gradvitals as gv
 from gradvitals.diagnose import RunInfo
 
 ALL = ("clip_saturated", "clip_idle")
@@ -45,6 +49,34 @@ def test_a_limit_a_thousand_times_too_low_is_reported_at_once(scale: float, caus
     finding = only(run.findings(*ALL))
     assert (finding.id, finding.severity, finding.found_step) == ("clip_saturated", "warning", 20)
     assert cause in finding.causes[0]
+
+
+def test_gradients_clipped_while_they_carry_the_loss_scale(tmp_path: Path) -> None:
+    """A loop that forgets `scaler.unscale_` before it clips makes steps that are far too short."""
+
+    def verdict(*, unscales: bool) -> gv.Verdict:
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(4, 1), torch.randn(32, 4)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu")
+        config = gv.Config(worker="thread", quiet=True)
+        with gv.watch(model, optimizer, run=tmp_path / f"run{unscales}", config=config) as monitor:
+            for _ in range(60):
+                optimizer.zero_grad()
+                loss = (model(x) - x[:, :1]).square().mean()
+                scaler.scale(loss).backward()
+                if unscales:
+                    scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                monitor.observe(loss)
+                scaler.step(optimizer)
+                scaler.update()
+        with gv.open_run(monitor.run_path) as run:
+            return run.verdict
+
+    wrong = verdict(unscales=False)
+    assert (wrong.level, wrong.findings[0].id) == ("attention", "clip_saturated")
+    assert "before scaler.unscale_(optimizer)" in str(wrong.cause)
+    assert verdict(unscales=True).level == "healthy"
 
 
 def test_a_limit_that_is_never_reached() -> None:

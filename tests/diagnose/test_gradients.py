@@ -235,6 +235,15 @@ def test_vanishing_names_the_depth_at_which_the_signal_dies() -> None:
     assert only(run.findings("vanishing")).severity == "info"
 
 
+@pytest.mark.parametrize(("loss", "found"), [(2.3, True), (1.2, False)])
+def test_less_is_enough_if_it_shrinks_from_layer_to_layer_and_the_loss_does_not_fall(loss: float, found: bool) -> None:
+    run = healthy_run()
+    run.values["loss"] = np.append(np.full(10, 2.3), np.full(len(run) - 10, loss))
+    run.tensors["grad/norm"] *= np.repeat([2e-5, 2e-4, 3e-2, 1.0], 2)
+    run.add_up()
+    assert bool(run.findings("vanishing")) == found
+
+
 def test_layers_that_no_gradient_was_computed_for_do_not_vanish() -> None:
     run = healthy_run()
     run.values["loss"] = np.full(len(run), 2.3)

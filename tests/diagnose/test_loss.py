@@ -431,3 +431,20 @@ def test_a_run_that_ends_in_nan_was_not_stopped_while_learning() -> None:
     for step in run.readings():
         diagnosis.read(step)
     assert diagnosis.finish() == []
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1])
+def test_a_loss_that_returns_to_its_start_is_followed_over_calm_steps(noise: float) -> None:
+    run = healthy_run(2000)
+    rng, t = np.random.default_rng(0), np.arange(2000) % 100
+    run.values["loss"] = 2 * np.exp(-t / 10) * (1 + noise * rng.standard_normal(2000))
+    finding = only(run.findings("loss_resets"))
+    assert (finding.severity, finding.last_step) == ("warning", None)
+    assert "every 100 steps" in finding.title
+
+
+def test_two_tasks_in_turn_are_no_resets() -> None:
+    run = healthy_run(2000)
+    t, task = np.arange(2000), np.arange(2000) // 50 % 2
+    run.values["loss"] = np.where(task, 3.0, 1.4) * (0.2 + 0.8 * np.exp(-(t % 50) / 10 - t / 600))
+    assert run.findings("loss_resets") == []

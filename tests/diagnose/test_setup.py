@@ -50,6 +50,19 @@ LABELS = (X[:, 0] > 0).long()
 NUMBERS = X[:, :1] - X[:, 1:2]
 
 
+@pytest.mark.parametrize(("std", "samples", "found"), [(1.0, 32, True), (0.05, 32, False), (1.0, 2, False)])
+def test_embeddings_that_start_far_too_large_are_found(tmp_path: Path, std: float, samples: int, found: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 64), nn.Flatten(), nn.Linear(192, 1))
+    nn.init.normal_(model[0].weight, std=std)
+    nn.init.normal_(model[2].weight, std=1.0 if std == 1 else 0.05)
+    ids = torch.randint(9, (samples, 3))
+    verdict = verdict_of(tmp_path / "run", model, functional.mse_loss, ids, torch.randn(samples, 1))
+    starts = [one for one in verdict.findings if one.id == "bad_start"]
+    assert bool(starts) == found
+    assert not found or "Embeddings start too large" in starts[0].causes[0]
+
+
 def words() -> nn.Sequential:
     """Scores sequences of three ids."""
     torch.manual_seed(0)

@@ -129,6 +129,41 @@ class Attention(nn.Module):
         return scored
 
 
+class Masked(Attention):
+    """The same by torch's own attention, with a mask of its scores."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__(positions=False)
+        self.mask = mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns scores."""
+        q, k, v = self.qkv(self.embed(x)).unsqueeze(1).chunk(3, -1)
+        scored: Tensor = self.out(functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)[:, 0])
+        return scored
+
+
+PLACES = torch.arange(6.0)
+
+
+@pytest.mark.parametrize(
+    ("mask", "noted"),
+    [
+        (-(PLACES[:, None] - PLACES).abs(), False),  # ALiBi
+        (torch.full((6, 6), -torch.inf).triu(1), False),
+        (torch.where(PLACES < 5, 0.0, -torch.inf).expand(6, 6), True),  # padding
+    ],
+)
+def test_attention_knows_the_order_from_a_mask_that_differs_between_places(
+    tmp_path: Path, mask: Tensor, noted: bool
+) -> None:
+    model = Masked(mask)
+    verdict = verdict_of(
+        tmp_path / "run", model, lambda _: functional.cross_entropy(model(TEXTS[:, :-1]).mean(1), TEXTS[:, 0])
+    )
+    assert ("layer_wiring" in ids(verdict, notes=True)) == noted
+
+
 TEXTS = torch.randint(0, 9, (48, 7), generator=torch.Generator().manual_seed(2))
 
 
@@ -179,36 +214,60 @@ def test_a_penalty_that_outweighs_the_error_is_found(tmp_path: Path, factor: flo
     assert not found or "penalty on the weights" in cause_of(verdict, "outweighed")
 
 
-@pytest.mark.parametrize(("sign", "word", "found"), [(1, "reward", True), (-1, "reward", False), (1, "cost", False)])
-def test_the_sign_of_a_policys_loss(tmp_path: Path, sign: int, word: str, found: bool) -> None:
-    """Without a minus the best actions get rarer, unless the weights are costs."""
+@pytest.mark.parametrize(
+    ("sign", "word", "weights", "options", "noted"),
+    [
+        ("", "reward", "reward - reward.mean()", "", True),
+        ("-", "reward", "reward - reward.mean()", "", False),
+        ("", "cost", "cost - cost.mean()", "", False),
+        ("", "reward", "reward - reward.mean()", ", maximize=True", False),
+        ("", "reward", "-(reward - reward.mean())", "", True),  # right, but the graph does not show it
+    ],
+)
+def test_the_sign_of_a_policys_loss_is_a_note(
+    tmp_path: Path, sign: str, word: str, weights: str, options: str, noted: bool
+) -> None:
+    """Without a minus the best actions get rarer, unless the weights are costs or have it."""
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(f"""
         import torch
         torch.manual_seed(0)
         policy = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
-        optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)
+        optimizer = torch.optim.Adam(policy.parameters(), lr=0.01{options})
         for _ in range(60):
             state = torch.randn(64, 3)
             choice = torch.distributions.Categorical(logits=policy(state))
             action = choice.sample()
             {word} = state[:, 0] * (2 * action - 1)
-            loss = {sign} * (choice.log_prob(action) * ({word} - {word}.mean())).mean() - 0.01 * choice.entropy().mean()
+            loss = {sign}(choice.log_prob(action) * ({weights})).mean() - 0.01 * choice.entropy().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         """)
     )
-    assert ("loss_mismatch" in ran(tmp_path, script)) == found
+    assert ("loss_mismatch" in ran(tmp_path, script, notes=True)) == noted
+    with gv.open_run(tmp_path / "run") as run:
+        assert "loss_mismatch" not in ids(run.verdict)
 
 
-def ran(folder: Path, script: Path) -> set[str]:
-    """Returns the ids of what `gradvitals run` found in a script, notes left out."""
+def test_an_error_with_a_minus_is_right_if_the_optimizer_maximizes(tmp_path: Path) -> None:
+    model, data = net(4, 8, 1), rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, maximize=True)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=Config(worker="thread", quiet=True)) as monitor:
+        for _ in range(40):
+            optimizer.zero_grad()
+            (-functional.mse_loss(model(data), data[:, :1])).backward()
+            optimizer.step()
+    assert "loss_mismatch" not in {finding.id for finding in monitor.findings}
+
+
+def ran(folder: Path, script: Path, *, notes: bool = False) -> set[str]:
+    """Returns the ids of what `gradvitals run` found in a script."""
     result = CliRunner().invoke(main, ["run", "--quiet", "--out", str(folder / "run"), str(script)])
     assert result.exit_code == 0, result.output
     with gv.open_run(folder / "run") as run:
-        return ids(run.verdict)
+        return ids(run.verdict, notes=notes)
 
 
 EVALUATED = """
@@ -246,24 +305,83 @@ def test_an_evaluation_in_training_mode_is_found(tmp_path: Path, p: float, befor
     assert ("evaluated_in_training_mode" in ran(tmp_path, script)) == found
 
 
-@pytest.mark.parametrize(("mode", "found"), [("max", True), ("min", False)])
-def test_a_plateau_scheduler_in_the_wrong_mode_is_found(tmp_path: Path, mode: str, found: bool) -> None:
+@pytest.mark.parametrize(
+    ("at_epochs", "evaluate", "found"),
+    [
+        ("range(4)", "evaluate(x.split(16))", True),
+        ("range(4)", "[evaluate([batch]) for batch in x.split(2)]", True),
+        ("range(4)", "evaluate([x] * 10)", False),  # Monte Carlo dropout
+        ("range(4)", "[evaluate([x]) for _ in range(10)]", False),
+        ("[0]", "evaluate(x.split(32))", False),  # a dry run
+        ("range(4)", "torch.optim.swa_utils.update_bn(x.split(16), model)", False),
+    ],
+)
+def test_evaluations_in_training_mode_are_told_from_other_calls(
+    tmp_path: Path, at_epochs: str, evaluate: str, found: bool
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent(f"""
         import torch
+        from torch import nn
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
+        x = torch.randn(64, 4)
+
+        @torch.no_grad()
+        def evaluate(batches):
+            return [model(batch) for batch in batches]
+
+        for epoch in range(4):
+            for _ in range(10):
+                optimizer.zero_grad()
+                (model(x) - x[:, :1]).square().mean().backward()
+                optimizer.step()
+            if epoch in {at_epochs}:
+                {evaluate}
+        """)
+    )
+    assert ("evaluated_in_training_mode" in ran(tmp_path, script)) == found
+
+
+@pytest.mark.parametrize(
+    ("settings", "metric", "found"),
+    [
+        ("mode='max', patience=1", "loss.item()", True),
+        ("mode='min', patience=1", "loss.item()", False),
+        ("mode='min', patience=1", "round(200 - 120 * 0.6**epoch) / 200", True),  # an accuracy
+        ("mode='min', patience=1", "0.5 + 0.02 * epoch", False),  # validation losses of a model that overfits
+        ("mode='min', patience=1", "0.9 - 0.6 * 0.6**epoch", False),
+        ("mode='max', patience=math.inf", "loss.item()", False),
+    ],
+)
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_plateau_scheduler_in_the_wrong_mode_is_found(
+    tmp_path: Path, settings: str, metric: str, found: bool, optimizers: int
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import math
+        import torch
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="{mode}", patience=1, factor=0.5)
+        shares = [model.parameters()] if {optimizers} == 1 else [model[0].parameters(), model[2].parameters()]
+        optimizers = [torch.optim.SGD(share, lr=0.05 / 10**i) for i, share in enumerate(shares)]
+        schedulers = [
+            torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, {settings}) for optimizer in optimizers
+        ]
         x = torch.randn(64, 4)
         for epoch in range(12):
             for _ in range(5):
-                optimizer.zero_grad()
                 loss = (model(x) - x[:, :1]).square().mean()
+                model.zero_grad()
                 loss.backward()
-                optimizer.step()
-            scheduler.step(loss.item())
+                for optimizer in optimizers:
+                    optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step({metric})
         """)
     )
     assert ("plateau_mode" in ran(tmp_path, script)) == found

@@ -81,6 +81,18 @@ def test_kernels_and_torch_agree(device: torch.device, monkeypatch: pytest.Monke
             torch.testing.assert_close(*both, rtol=1e-5, atol=1e-4)
 
 
+def test_torch_reads_tensors_that_steps_move(device: torch.device) -> None:
+    parameter, one = nn.Parameter(torch.zeros(64, device=device)), Changes()
+    one.follow([3], [parameter])
+    found = []
+    for _ in range(3):
+        one.before_step()
+        parameter.data = parameter.data + 1
+        found.append(read(one))
+    assert found[0] == {}  # by then, kernels have the old addresses
+    assert [float(sums["change"][3]) for sums in found[1:]] == [64.0, 64.0]
+
+
 def read(one: Changes) -> dict[str, torch.Tensor]:
     """The values per row, by name."""
     buffer, found = ReadingBuffer(), dict[str, torch.Tensor]()

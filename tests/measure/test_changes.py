@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,19 @@ class Weights(nn.Module):
         super().__init__()
         for name, size in sizes.items():
             setattr(self, name, nn.Parameter(torch.zeros(size)))
+
+
+class Custom(torch.optim.Optimizer):
+    """Steps each parameter by a function of the test."""
+
+    def __init__(self, model: nn.Module, change: Callable[[nn.Parameter], None]) -> None:
+        super().__init__(model.parameters(), {"lr": 1.0})
+        self.change = change
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.change(parameter)
 
 
 def train(
@@ -117,6 +131,60 @@ def test_storage_put_under_a_parameter_is_followed(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     readings = train(tmp_path, model, optimizer, lambda step, name: 1.0, 6, between=swap)
     assert [reading.values["update/rms"] for reading in readings.values()] == pytest.approx([1.0] * 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_puts_new_storage_under_its_parameters_is_followed(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    def assign(parameter: nn.Parameter) -> None:
+        parameter.data = parameter.data - parameter.grad
+
+    model = Weights({"a": 100}).to(dtype)
+    readings = train(tmp_path, model, Custom(model, assign), lambda step, name: 1.0, 12)
+    assert [reading.values["update/rms"] for reading in readings.values()] == pytest.approx([1.0] * 12)
+    norms = [reading.tensors["update/norm"][0] for reading in readings.values() if "update/norm" in reading.tensors]
+    assert norms == pytest.approx([10.0] * 6)
+    assert readings[11].values["update/cosine"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_without_a_one_dimensional_view_are_followed(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = Weights({"a": 100})
+    model.b = nn.Parameter(torch.zeros(8, 8, dtype=dtype)[:, :4])
+    readings = train(tmp_path, model, torch.optim.SGD(model.parameters(), lr=1.0), lambda step, name: 1.0, 5)
+    for reading in readings.values():
+        np.testing.assert_allclose(reading.tensors["update/rms"], [1.0, 1.0])
+    np.testing.assert_allclose(readings[4].tensors["update/norm"], [10.0, math.sqrt(32)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_weights_put_back_after_a_step_that_failed_are_no_update(tmp_path: Path, skipped: bool) -> None:
+    failing = False
+
+    def change(parameter: nn.Parameter) -> None:
+        if failing:
+            raise RuntimeError
+        parameter -= parameter.grad
+
+    model = Weights({"a": 100})
+    optimizer = Custom(model, change)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, enabled=skipped)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=gv.Config(quiet=True, diagnose=False)) as monitor:
+        for step in range(30):
+            failing = step in (4, 8, 22)
+            optimizer.zero_grad()
+            scaler.scale(model.a.sum() * (math.inf if failing else 1.0)).backward()
+            monitor.observe(0.0)
+            with contextlib.suppress(RuntimeError):
+                scaler.step(optimizer)
+                scaler.update()
+            if failing:
+                model.a.data += 5.0
+    with gv.open_run(monitor.run_path) as run:
+        for metric, tensor, expected in (("update/rms", None, 1.0), ("update/norm", "a", 10.0)):
+            _, values = run.series(metric, tensor=tensor)
+            np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
 def test_what_the_loop_clips_to(tmp_path: Path) -> None:

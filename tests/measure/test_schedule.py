@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+from torch import nn
+
 import gradvitals as gv
 from gradvitals.collect.schedule import ReadSchedule
 
@@ -31,3 +36,18 @@ def test_cheap_norms_are_read_at_every_step() -> None:
     schedule = ReadSchedule(gv.Config(overhead_budget=0.02), audits=False, adapts=True)
     run(schedule, 600, step_seconds=0.01, norm_seconds=0.00005)
     assert (schedule.every, schedule.norm_every) == (50, 1)
+
+
+def test_the_finding_that_readings_are_thinned_tells_what_they_cost(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    config = gv.Config(quiet=True, overhead_budget=1e-4)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=config) as monitor:
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            monitor.observe(loss)
+            optimizer.step()
+    thinned = next(finding for finding in monitor.findings if finding.id == "readings_thinned")
+    assert thinned.evidence["overhead"] > thinned.evidence["budget"]

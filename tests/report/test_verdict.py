@@ -244,6 +244,16 @@ def test_a_healthy_verdict_has_no_cause_and_no_fix() -> None:
     assert str(resolved) == resolved.headline
 
 
+def test_a_healthy_run_that_stopped_while_it_learned_says_so_and_what_to_do() -> None:
+    note = replace(found("info", name="still_falling"), title="The loss was still falling", causes=("short",))
+    early = verdict(replace(note, fixes=("Train longer",)))
+    assert (early.level, early.cause, str(early.fix)) == ("healthy", "short", "Train longer")
+    assert early.headline == "Healthy, but the loss was still falling."
+    assert str(early).endswith("1,000 steps, 1 note (stopped while learning)")
+    serious = verdict(replace(note, fixes=("Train longer",)), found())
+    assert serious.headline == "Needs attention: the norm jumped (since step 100)."
+
+
 def test_a_note_is_named() -> None:
     assert verdict(found("info", name="noisy_gradients")).headline == "Healthy: 1,000 steps, 1 note (noisy gradients)."
     names = ("noisy_gradients", "clip_idle", "estimator_unreliable", "batch_too_small", "my_own_rule")

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -17,6 +18,9 @@ from torch.nn.utils import clip_grad
 
 _NAMES: dict[str, Any] = vars(clip_grad)
 """Where the functions that clip look up names."""
+
+MOST_SAMPLES = 10_000
+"""Up to so many samples, an accuracy is known as a multiple of 1/n; for more, any number is close to one."""
 
 
 class Listener(Protocol):
@@ -46,7 +50,7 @@ class Listener(Protocol):
         """A pipeline has divided the gradients of these parameters by the number of its micro-batches."""
         return
 
-    def on_plateau(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau, metric: float) -> None:
+    def on_plateau(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau, metric: Any) -> None:
         """`scheduler.step(metric)` has run."""
         return
 
@@ -239,7 +243,7 @@ def _wrap_scaler_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def wrong_mode(calls: Sequence[tuple[str, int, float, float]]) -> str | None:
+def wrong_mode(calls: Sequence[tuple[str, float, float, float]]) -> str | None:
     """Returns the mode of a ReduceLROnPlateau that lowers the learning rate when its metric improves; else None.
 
     Args:
@@ -249,6 +253,10 @@ def wrong_mode(calls: Sequence[tuple[str, int, float, float]]) -> str | None:
     'max'
     >>> wrong_mode([("min", 0, 4.0 - i, 0.1) for i in range(4)]) is None
     True
+    >>> wrong_mode([("min", 0, 1 - 0.5**i, 0.1**i) for i in range(9)])  # an accuracy
+    'min'
+    >>> wrong_mode([("min", 0, 0.3 + 0.05 * i, 0.1**i) for i in range(9)]) is None  # the loss of a model that overfits
+    True
     """
     lowered = [i for i in range(1, len(calls)) if calls[i][3] < calls[i - 1][3]]
     if len(lowered) < 2:
@@ -257,18 +265,35 @@ def wrong_mode(calls: Sequence[tuple[str, int, float, float]]) -> str | None:
     sign = 1.0 if mode == "max" else -1.0  # so that a metric that falls is one that the mode takes for worse
     values = [sign * call[2] for call in calls]
     # A metric that the other mode would call improved: its best was among those that the scheduler was patient for.
-    wrong = [min(values[max(i - calls[i][1], 0) : i + 1]) <= min(values[: i + 1]) for i in lowered]
+    wrong = [min(values[int(max(i - calls[i][1], 0)) : i + 1]) <= min(values[: i + 1]) for i in lowered]
     third = max(len(values) // 3, 1)
     fell = sorted(values[-third:])[third // 2] < sorted(values[:third])[third // 2]
     never_better = values.index(max(values)) <= len(values) // 5
-    return mode if fell and never_better and sum(wrong[:3]) >= 2 else None
+    if not (fell and never_better and sum(wrong[:3]) >= 2):
+        return None
+    return mode if mode == "max" or _is_accuracy([call[2] for call in calls]) else None
+
+
+def _is_accuracy(values: Sequence[float]) -> bool:
+    """Returns whether a metric that rises cannot be a validation loss: it nears 1, ever more slowly, in steps of 1/n.
+
+    n is the number of samples; rounded losses come in such steps too.
+    """
+    third = max(len(values) // 3, 1)
+    middle, late = (sorted(part)[third // 2] for part in (values[third : 2 * third], values[-third:]))
+    if not (min(values) >= 0 and max(values) <= 1 and 2 * (1 - late) <= 1 - values[0]):
+        return False
+    shares = np.asarray(values)
+    return middle - values[0] >= 2 * (late - middle) and any(
+        np.abs(n * shares - np.round(n * shares)).max() < 1e-3 for n in range(1, MOST_SAMPLES + 1)
+    )
 
 
 def _wrap_plateau(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, metrics, *args, **kwargs)
-        _notify("on_plateau", self, float(metrics.detach() if isinstance(metrics, Tensor) else metrics))
+        _notify("on_plateau", self, metrics)
         return result
 
     return step

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import math
 import sys
 import weakref
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import _global_forward_pre_hooks as PRE_HOOKS
 
 from gradvitals.collect.parameters import ParameterTable
 from gradvitals.collect.transfer import ReadingBuffer
@@ -41,6 +43,11 @@ MAX_COLUMNS = 4096
 """Input columns that are compared with the target."""
 MANY_MORE = 4
 """Times as many samples that a script has, at least, if a batch is only a part of them."""
+MAX_TENSORS = 10_000
+MAX_COMPARED = 1 << 20
+"""Tensors, and rows or elements of them, that are looked through for many more samples."""
+TELLING = 8
+"""Columns that a row is looked for by first: those that differ most."""
 MAX_SAMPLES = 512
 """Rows of inputs and targets that are looked at."""
 MAX_ELEMENTS = 1 << 17
@@ -314,6 +321,8 @@ class Inspection:
         self._hidden: dict[int, int] | None = None
         """How often each tensor was changed that no optimizer is known to hold."""
         self._failed = False
+        self._lost: set[str] = set()
+        """Groups of numbers that an unusual graph has made fail: not read again."""
         self._held: tuple[Tensor, float, int] | None = None
         """What the first layer was fed at the last inspected step, its checksum, and how often it was drawn anew."""
 
@@ -385,33 +394,43 @@ class Inspection:
                 self._write({"head/reached": 0.0})
             return
         self.disarm()
-        found: dict[str, Tensor | float] = {"head/reached": 1.0} if self._first else {}
         entries = [layer for layer in reversed(graph.layers) if _feeds_data(layer)]
         entry = entries[0] if entries else None
-        if entry is not None:
-            found |= _input_numbers(entry)
-        self._read_activations(graph)
-        head = Head(graph)
-        found |= self._target_numbers(head)
-        modes = _mode_numbers(table.model, graph)
+        head = functools.cache(lambda: Head(graph))
+        found: dict[str, Tensor | float] = {"head/reached": 1.0} if self._first else {}
+        groups: dict[str, Callable[[], dict[str, Tensor | float]]] = {
+            "inputs": lambda: _input_numbers(entry),
+            "activations": lambda: self._read_activations(graph),
+            "targets": lambda: self._target_numbers(head()),
+            "modes": lambda: _mode_numbers(table.model, graph, first=self._first),
+        }
         if self._first:
-            found |= head.numbers()
-            found |= _text_numbers(entries, head, graph)
-            found |= _leak_numbers(entry, head)
-            found |= self._layer_numbers(graph)
-            found |= _mixing_numbers(graph, head)
-            found |= self._padding_numbers(graph, entry)
-            found["body/time_first"] = float(self._reads_samples_as_time(graph, head))
-            known = head.labels is not None or head.targets is not None
-            if entry is not None and known and self._is_drawn_again(entry, found):
-                found["input/part"] = 1.0
-            if (same := self._is_same_input(entries)) is not None:
-                found["input/same"] = same
+            groups |= {
+                "head": lambda: head().numbers(maximizes=self._maximizes()),
+                "body": lambda: head().body_numbers(),
+                "text": lambda: _text_numbers(entries, head(), graph),
+                "leak": lambda: _leak_numbers(entry, head()),
+                "layers": lambda: self._layer_numbers(graph),
+                "mixing": lambda: _mixing_numbers(graph, head()),
+                "padding": lambda: self._padding_numbers(graph, entry),
+                "time": lambda: {"body/time_first": float(self._reads_samples_as_time(graph, head()))},
+                "again": lambda: (
+                    {"input/part": 1.0} if head().has_targets and self._is_drawn_again(entry, found) else {}
+                ),
+                "same": lambda: self._same_numbers(entries),
+            }
         else:  # evaluation may have left the model in its mode since
             self._held = None
-            modes = {name: modes[name] for name in ("mode/eval", "mode/dropout") if name in modes}
-        found |= modes
+        for name, read in groups.items():
+            try:
+                found |= read() if name not in self._lost else {}
+            except Exception:  # an unusual graph: the other groups are read as ever
+                self._lost.add(name)
         self._write(found)
+
+    def _maximizes(self) -> bool:
+        """Whether an optimizer raises the loss, as it is told to."""
+        return any(group.get("maximize") for one in self._table.optimizers for group in one.param_groups)
 
     def _layer_numbers(self, graph: Graph) -> dict[str, Tensor | float]:
         """Returns how many tensors no optimizer sees, and how many matrices start with equal rows."""
@@ -472,19 +491,21 @@ class Inspection:
         picks = [n for n in (*graph.others, *head.nodes) if _is(n, ("SelectBackward", "MeanBackward"))]
         return any(_dims(node) == [1] and _is_time_major(_inputs(node)[0]) for node in picks)
 
-    def _is_same_input(self, entries: list[Any]) -> Tensor | None:
-        """Whether all samples of the batch have the same input, in every layer that is fed data; None if unknown."""
+    def _same_numbers(self, entries: list[Any]) -> dict[str, Tensor | float]:
+        """Returns whether all samples of the batch have the same input, in every layer that is fed data."""
         recurrent = any(isinstance(m, (nn.RNNBase, nn.RNNCellBase)) for m in self._table.model.modules())
         fed = [_saved(layer, "indices", "mat1", "input", "self") for layer in entries]
         known = [_sampled(data) for data in fed if data is not None and data.dim() > 0 and len(data) > 1]
         if not known or len(known) < len(entries):
-            return None
+            return {}
         same = torch.stack([(data == data[:1]).all() for data in known]).all()
         if not recurrent or any(_is(layer, LOOKUPS) for layer in entries):
-            return same
-        return same & torch.stack([(data != 0).any() for data in known]).any()  # a recurrence starts from zeros
+            return {"input/same": same}
+        # A recurrence starts from zeros.
+        return {"input/same": same & torch.stack([(data != 0).any() for data in known]).any()}
 
-    def _read_activations(self, graph: Graph) -> None:
+    def _read_activations(self, graph: Graph) -> dict[str, Tensor | float]:
+        """Reads how many units are off or saturated, of each layer; returns nothing."""
         dead: dict[int, Tensor] = {}
         saturated: dict[int, Tensor] = {}
         for node in graph.others:
@@ -504,6 +525,7 @@ class Inspection:
         for name, numbers in (("activation/dead_fraction", dead), ("activation/saturated_fraction", saturated)):
             if numbers:
                 self._buffer().add_each(name, list(numbers.values()), list(numbers))
+        return {}
 
     def _target_numbers(self, head: Head) -> dict[str, Tensor | float]:
         labels, targets = head.labels, head.targets
@@ -638,7 +660,8 @@ class Head:
                 if kind == "nll" and target is not None:
                     self.labels = target.reshape(-1)[:MAX_SAMPLES]
                     self.targets_seen = target.numel()
-                    self.ignored = getattr(node, "_saved_ignore_index", -100)
+                    index = getattr(node, "_saved_ignore_index", -100)
+                    self.ignored = index - (1 << 64) if index >= 1 << 63 else index  # autograd gives it unsigned
                     self.classes = own.shape[1 if own.dim() > 1 else 0] if own is not None else 0
                 else:
                     self.targets = target
@@ -716,6 +739,11 @@ class Head:
             return _saved(node, "other")
         return _saved(node, "self") if len(operands) == 2 and operands[0] is None else None
 
+    @property
+    def has_targets(self) -> bool:
+        """Whether it is known what the outputs are compared with."""
+        return self.labels is not None or self.targets is not None
+
     def error(self) -> Tensor | None:
         """Returns the mean error of the outputs, if the loss has other terms too; None if it is all there is."""
         if self.is_mean or self.error_node is None or self.weights is not None:
@@ -749,8 +777,8 @@ class Head:
             return torch.stack((share, 1 - share))
         return None
 
-    def numbers(self) -> dict[str, Tensor | float]:
-        """Returns what there is to know about it."""
+    def numbers(self, *, maximizes: bool) -> dict[str, Tensor | float]:
+        """Returns what there is to know about it; a minus says nothing if the optimizer maximizes."""
         graph, last = self._graph, self._graph.last
         found: dict[str, Tensor | float] = {}
         found["head/loss"] = float(LOSSES.index(self.loss))
@@ -770,7 +798,7 @@ class Head:
         logs = [node for node in self.nodes if _is(node, ("LogBackward",))]
         found["head/scrambled"] = float(self.loss == "cross_entropy" and self._is_scrambled())
         found["head/log"] = float(any(self._is_bare_log(node) for node in logs))
-        found["head/negated"] = self._negated()
+        found["head/negated"] = 0.0 if maximizes else self._negated()
         found["head/root"] = float(any(self._is_root(node) for node in self.nodes))
         found["head/raw_log"] = float(self.loss == "log" and any(self._is_raw_log(node) for node in logs))
         found["head/logs"] = float(len(logs))
@@ -792,8 +820,16 @@ class Head:
         signs = [self._both_signs(node) for node in self.nodes if _is(node, ("MulBackward",))]
         if known := [sign for sign in signs if sign is not None]:
             found["head/signed_weights"] = torch.stack(known).amax()
+        found["head/encouraged"] = float(not maximizes and self._encourages())
+        used = [leaf for node in self.nodes for leaf in _leaves(node) if leaf.dim() > 1]
+        found["head/penalty"] = float(bool(used))
+        return found
+
+    def body_numbers(self) -> dict[str, Tensor | float]:
+        """Returns what there is to know about the layers before it."""
+        graph = self._graph
         matrices = [layer for layer in graph.layers if _is(layer, MATRIX)]
-        found["body/layers"] = float(len(matrices))
+        found: dict[str, Tensor | float] = {"body/layers": float(len(matrices))}
         bent = [n for n in graph.others if not _is(n, LINEAR) and not self._is_scaling(n)]
         bent += [layer for layer in graph.layers if _is(layer, (*RECURRENT, NORMS[2], NORMS[3]))]
         found["body/nonlinear"] = float(len(bent))
@@ -801,9 +837,6 @@ class Head:
         found["body/softmax_units"] = float(max(shares, default=0))
         found["body/narrow"] = float(self._narrow())
         found["body/unordered"] = float(self._is_unordered())
-        found["head/encouraged"] = float(self._encourages())
-        used = [leaf for node in self.nodes for leaf in _leaves(node) if leaf.dim() > 1]
-        found["head/penalty"] = float(bool(used))
         softmaxes = [(_shape(n), _dims(n)) for n in graph.others if _is(n, SOFTMAX)]
         found["body/single_softmax"] = float(sum(shape[d] == 1 for shape, dims in softmaxes for d in dims if shape[d:]))
         return found
@@ -827,7 +860,7 @@ class Head:
         attention = [node for node in self._graph.others if _is(node, ATTENTION) or _compares_places(node)]
         blind = 0
         for node in attention:
-            waiting, seen, ordered = _inputs(node), set(), bool(getattr(node, "_saved_is_causal", False))
+            waiting, seen, ordered = _inputs(node), set(), _is_told_order(node)
             while waiting and not ordered:
                 one = waiting.pop()
                 if one is None or one in seen:
@@ -968,6 +1001,13 @@ class Head:
         return ((other.min() < 0) & (other.max() > 0) & ~whole).float()
 
 
+def _is_told_order(node: Any) -> bool:
+    """Whether a mask of attention differs between places, as a causal one or ALiBi does and one of padding does not."""
+    mask = _saved(node, "attn_mask", "attn_bias")
+    own = mask is not None and mask.dim() > 1 and mask.shape[-2] > 1 and mask.stride(-2) != 0
+    return own or bool(getattr(node, "_saved_is_causal", False))
+
+
 def _compares_places(node: Any) -> bool:
     """Whether a node is the softmax of attention written out: of products of what the model computed."""
     if not _is(node, SOFTMAX):
@@ -1078,15 +1118,35 @@ def _sampled(values: Tensor) -> Tensor:
 
 def _has_more_like(data: Tensor) -> bool:
     """Whether the program holds a tensor with these samples and many more; asked at most once in a run."""
-    rows = data.reshape(len(data), -1)
-    size = rows.shape[1]
-    for one in [thing for thing in gc.get_objects() if type(thing) is Tensor]:
-        usable = one.dim() > 1 and not one.requires_grad and one.dtype == data.dtype and one.device == data.device
-        if usable and one.numel() >= MANY_MORE * data.numel() and one.numel() % size == 0 and one.is_contiguous():
-            all_rows = one.detach().reshape(-1, size)
-            if all(bool((all_rows == row).all(1).any()) for row in (rows[0], rows[-1])):
+    rows, left = data.reshape(len(data), -1), MAX_COMPARED
+    spread = rows[:MAX_SAMPLES, :MAX_COLUMNS].float().var(0).nan_to_num()
+    telling = spread.topk(min(TELLING, len(spread))).indices.tolist()
+    tensors = (thing for thing in gc.get_objects() if type(thing) is Tensor)
+    for one in itertools.islice(tensors, MAX_TENSORS):
+        if _may_hold(one, rows):
+            some = one.detach().reshape(-1, rows.shape[1])[:left]
+            left -= len(some)
+            if all(_has_row(some, row, telling) for row in (rows[0], rows[-1])):
                 return True
     return False
+
+
+def _may_hold(one: Tensor, rows: Tensor) -> bool:
+    """Whether a tensor of the program has the shape of many more such rows, in memory that is still there."""
+    if one.layout != torch.strided or one.is_nested or one.device != rows.device or one.dtype != rows.dtype:
+        return False
+    more = one.numel() >= MANY_MORE * rows.numel() and one.numel() % rows.shape[1] == 0
+    if not more or one.dim() < 2 or one.requires_grad or not one.is_contiguous():
+        return False
+    return one.untyped_storage().nbytes() >= (one.storage_offset() + one.numel()) * one.element_size()
+
+
+def _has_row(some: Tensor, row: Tensor, columns: list[int]) -> bool:
+    places = torch.arange(len(some))
+    for column in columns:
+        places = places[some[places, column] == row[column]]
+    places = places[: max(1, MAX_COMPARED // len(row))]
+    return bool((some[places] == row).all(1).any())
 
 
 def _extent(data: Tensor) -> int:
@@ -1096,6 +1156,8 @@ def _extent(data: Tensor) -> int:
 
 def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
     """Returns the scale of what a layer is fed, by columns or channels."""
+    if layer is None:
+        return {}
     if _is(layer, LOOKUPS):
         indices = _saved(layer, "indices")
         found: dict[str, Tensor | float] = {"input/lookup": 1.0}
@@ -1223,8 +1285,8 @@ def _text_numbers(entries: list[Any], head: Head, graph: Graph) -> dict[str, Ten
     return found | {"target/copied": (ids == labels).all().float(), "target/padding": is_padding * pads.float().mean()}
 
 
-def _mode_numbers(model: nn.Module, graph: Graph) -> dict[str, Tensor | float]:
-    """Returns what the modes of layers show: evaluation mode, dropout, batch norm."""
+def _mode_numbers(model: nn.Module, graph: Graph, *, first: bool) -> dict[str, Tensor | float]:
+    """Returns what the modes of layers show: evaluation mode, dropout, and, at first, frozen layers and batch norm."""
     found: dict[str, Tensor | float] = {}
     norms = [node for node in graph.layers if _is(node, NORMS[:2])]
     drops = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
@@ -1233,6 +1295,8 @@ def _mode_numbers(model: nn.Module, graph: Graph) -> dict[str, Tensor | float]:
         evaluating += sum(not drop.training for drop in drops)
         found["mode/eval"] = float(evaluating)
     found["mode/dropout"] = max((float(drop.p) for drop in drops if drop.training), default=0.0)
+    if not first:
+        return found
     frozen = [p for p in model.parameters() if not p.requires_grad and p.dim() > 1 and p.numel() >= 64]
     if frozen and frozen[0].is_floating_point():
         found["mode/frozen_random"] = torch.stack([_is_initial(p.detach()) for p in frozen[:8]]).sum()
@@ -1264,7 +1328,8 @@ class Validation:
     A training step costs nothing: only ``nn.Module.train`` is wrapped, and the losses while the model evaluates.
 
     It also counts how often the script evaluates the model in training mode: calls it under torch.no_grad() while it
-    drops activations or uses the statistics of the batch.
+    drops activations or uses the statistics of the batch. A hook of torch's, not of the model's, sees the calls while
+    such a block is open: the model can be copied and pickled as ever.
 
     Args:
         model: The model.
@@ -1275,17 +1340,26 @@ class Validation:
         self._model, self._report = weakref.ref(model), weakref.WeakMethod(report)
         self._losses: list[Tensor] = []
         self._silent = 0
-        self.in_training_mode = 0
-        """Evaluations in training mode so far; blocks without gradients that call the model count once."""
+        self._evaluations = 0
+        self._fed: weakref.ref[Tensor] | None = None
+        """What the model was called with first since the script last built a graph."""
+        self._graphs = -1
+        """Autograd's count of nodes then."""
         self.has_evaluated = False
         """Whether the script has ever switched the model to evaluation mode."""
-        self._hook: Any = None
+        self._block: Any = None
+        """The block without gradients that is open."""
         self._blocks = 0
         """Blocks without gradients in a row that did not call the model."""
         _TRAIN.add(self)
         if any(map(_acts_in_training, model.modules())) and not _is_compiled():
-            _NO_GRAD.add(self)
-            _INFERENCE.add(self)
+            for wrapper in _BLOCKS:
+                wrapper.add(self)
+
+    @property
+    def in_training_mode(self) -> int:
+        """Evaluations in training mode so far, with steps between them; a single one may be a dry run."""
+        return self._evaluations if self._evaluations > 1 else 0
 
     def stop(self) -> None:
         """Report what is left, and take everything away."""
@@ -1302,30 +1376,55 @@ class Validation:
             self._switch(mode)
 
     def _stop_counting(self) -> None:
-        for wrapper in (_NO_GRAD, _INFERENCE):
+        for wrapper in _BLOCKS:
             wrapper.discard(self)
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        self._leave_block()
 
-    def before_no_grad(self, *_: Any) -> None:
+    def before_block(self, block: Any, *_: Any) -> None:
         """Gradients are about to be turned off: by the script, if not by torch."""
-        model, caller = self._model(), sys._getframe(3).f_globals.get("__name__", "")
-        ours = caller.startswith(("torch.", "gradvitals.")) and caller != "torch.utils._contextlib"
-        if ours or model is None or not model.training or self._hook is not None:
+        model, frame = self._model(), sys._getframe(3)
+        caller = frame.f_globals.get("__name__", "")
+        if caller == "torch.utils._contextlib":  # a decorator: of whose function?
+            caller = getattr(frame.f_locals.get("func"), "__globals__", {}).get("__name__", "")
+        ours = caller.startswith(("torch.", "gradvitals."))
+        if ours or model is None or not model.training or self._block is not None:
             return
         self._blocks += 1
         if self._blocks > MAX_BLOCKS or _is_compiled():
             self._stop_counting()
-        else:
-            self._hook = model.register_forward_pre_hook(self._called)
+        else:  # in this order, no other thread leaves the hook behind
+            PRE_HOOKS[id(self)] = self._called
+            self._block = block
 
-    def _called(self, model: nn.Module, *_: Any) -> None:
-        """The model is called for the first time since gradients were turned off."""
-        self._hook.remove()
-        self._hook = None
-        if not torch.is_grad_enabled() and any(map(_acts_in_training, model.modules())):
-            self._blocks, self.in_training_mode = 0, self.in_training_mode + 1
+    def after_block(self, block: Any, *_: Any) -> None:
+        """A block without gradients ends."""
+        if block is self._block:
+            self._leave_block()
+
+    def _leave_block(self) -> None:
+        self._block = None
+        PRE_HOOKS.pop(id(self), None)
+
+    def _called(self, module: nn.Module, fed: tuple[Any, ...]) -> None:
+        """A module is called while a block without gradients is open."""
+        if not torch.compiler.is_compiling() and module is self._model():
+            with contextlib.suppress(Exception):  # ours, in the middle of the script's own call
+                self._count(module, fed[0] if fed else None)
+
+    def _count(self, model: nn.Module, fed: Any) -> None:
+        """Count the first call since the script last built a graph, unless the second one has the same input."""
+        if torch.is_grad_enabled() or not any(map(_acts_in_training, model.modules())):
+            self._leave_block()
+            return
+        self._blocks = 0
+        if (graphs := torch._C._autograd._get_sequence_nr()) != self._graphs:
+            self._evaluations += 1
+            self._graphs, self._fed = graphs, weakref.ref(fed) if isinstance(fed, Tensor) else None
+            return
+        self._leave_block()
+        if self._fed is not None and fed is not None and fed is self._fed():  # Monte Carlo dropout is meant to drop
+            self._evaluations -= 1
+        self._fed = None
 
     def after_loss(self, loss: Any) -> None:
         """A loss was computed while the model evaluates."""
@@ -1350,8 +1449,11 @@ class Validation:
 _BACKWARD = _Wrapper(torch.autograd, "backward", before=Inspection.before_backward)
 _SAVED_HOOKS = _Wrapper(saved_tensors_hooks, "__enter__", before=Inspection.before_saved_hooks)
 _TRAIN = _Wrapper(nn.Module, "train", before=Validation.before_train)
-_NO_GRAD = _Wrapper(torch.no_grad, "__enter__", before=Validation.before_no_grad)
-_INFERENCE = _Wrapper(torch.inference_mode, "__enter__", before=Validation.before_no_grad)
+_BLOCKS = [
+    _Wrapper(kind, name, before=before)
+    for kind in (torch.no_grad, torch.inference_mode)
+    for name, before in (("__enter__", Validation.before_block), ("__exit__", Validation.after_block))
+]
 _LOSSES = [_Wrapper(nn.functional, name, after=Validation.after_loss) for name in VALIDATED]
 
 

@@ -46,8 +46,8 @@ from gradvitals.distributed.topology import Topology
 from gradvitals.types import Finding
 from gradvitals.worker.record import ALTERNATING, Context, Part, StepRecord
 
-MAX_METRICS = 1000
-"""Calls of a scheduler that are remembered."""
+MAX_METRICS, MAX_SCHEDULERS = 1000, 16
+"""Calls of a scheduler, and schedulers, that are remembered."""
 FEWEST_STEPS = 20
 """Steps after which the script is known to train, not only to be tried out."""
 PLANNED_STEPS = 32
@@ -120,8 +120,8 @@ class StepRecorder:
         self._first_gradient: FirstLayerGradient | None = None
         self._inspection: Inspection | None = None
         self._validation: Validation | None = None
-        self._plateau: list[tuple[str, int, float, float]] = []
-        """Of each call of ReduceLROnPlateau: mode, patience, metric, learning rate after it."""
+        self._plateaus: list[tuple[weakref.ref[Any], list[tuple[str, float, float, float]]]] = []
+        """Each ReduceLROnPlateau with its calls: mode, patience, metric, learning rate after it."""
         self._may_grow = topology is None  # ranks have agreed on their rows
         self._last_end = time.perf_counter()
         self._context = Context()
@@ -639,14 +639,22 @@ class StepRecorder:
         if self.observes_expected == math.inf and any(p.device.type == device for p in self.table.parameters):
             self.autocast = str(dtype).removeprefix("torch.")
 
-    def on_plateau(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau, metric: float) -> None:
+    def on_plateau(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau, metric: Any) -> None:
         """A scheduler that lowers the learning rate on a plateau has seen its metric."""
-        if (
-            any(state.optimizer is scheduler.optimizer for state in self.optimizers)
-            and len(self._plateau) < MAX_METRICS
-        ):
-            rate = float(scheduler.optimizer.param_groups[0]["lr"])
-            self._plateau.append((scheduler.mode, int(scheduler.patience), metric, rate))
+        self.safe("plateau", self._note_plateau, scheduler, metric)
+
+    def _note_plateau(self, scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau, metric: Any) -> None:
+        rate = scheduler.optimizer.param_groups[0]["lr"]
+        if isinstance(rate, Tensor) or all(state.optimizer is not scheduler.optimizer for state in self.optimizers):
+            return
+        calls = next((calls for one, calls in self._plateaus if one() is scheduler), None)
+        if calls is None and len(self._plateaus) < MAX_SCHEDULERS:
+            calls = []
+            self._plateaus.append((weakref.ref(scheduler), calls))
+        if calls is not None and len(calls) < MAX_METRICS:
+            # The scheduler itself has waited for a metric on a device.
+            value = float(metric.detach() if isinstance(metric, Tensor) else metric)
+            calls.append((scheduler.mode, scheduler.patience, value, float(rate)))
 
     def usage_findings(self) -> list[Finding]:
         """Returns what is wrong with how the script evaluates the model and lowers its learning rate."""
@@ -656,8 +664,10 @@ class StepRecorder:
             times = validation.in_training_mode
             if times and self.step >= FEWEST_STEPS and times <= self.step / 4:  # a method does it at every step
                 found.append(notices.evaluated_in_training_mode(times, self.step))
-        if (mode := hooks.wrong_mode(self._plateau)) is not None:
-            found.append(notices.plateau_mode(mode, self._plateau[0][2], self._plateau[-1][2], self.step))
+        for _, calls in self._plateaus:
+            if (mode := hooks.wrong_mode(calls)) is not None:
+                found.append(notices.plateau_mode(mode, calls[0][2], calls[-1][2], self.step))
+                break
         return found
 
     def on_loss_scaled(self, scaler: torch.amp.GradScaler) -> None:
@@ -846,6 +856,7 @@ class StepRecorder:
         self.safe("leave", self._leave_plain)
         state = self._state_of(optimizer)
         state.in_scaler_step = False
+        state.changes.forget()  # whoever skips a step may put other weights back
         self.draft.record.skipped = True
         self.safe("step", self._leave, state)
 

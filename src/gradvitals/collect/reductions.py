@@ -334,7 +334,7 @@ class FusedReducer:
         for position, (row, tensor, other) in enumerate(zip(rows, tensors, others, strict=True)):
             view = heads.get(row) if heads else None
             # Runs for every tensor in every reading.
-            layout = (row, view is None, *_layout_of(tensor), *(() if other is None else _layout_of(other)))
+            layout = (row, view is None, *layout_of(tensor), *(() if other is None else layout_of(other)))
             well = self._known.get(layout)
             if well is None:
                 well = self._note(layout, _readable(tensor, other, view))
@@ -407,8 +407,8 @@ class FusedReducer:
             begin += len(view.heads)
 
 
-def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns what decides whether kernels can read a tensor."""
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns how a tensor lies in memory, which decides whether kernels can read it."""
     if tensor.layout is not torch.strided:
         return (tensor.layout,)
     return type(tensor), tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride()

@@ -129,6 +129,8 @@ class ReadSchedule:
         self._seen, self._next_review = 0, REVIEW_STEPS
         self._typical = self._plain_cost = 0.0
         self._free = FREE_SECONDS if config.overhead_budget is None else 0.0
+        self.spent = 0.0
+        """Share of the time that readings took, which led to the last change of the schedule."""
 
     def due(self, step: int) -> Due:
         """Returns what is due at this step."""
@@ -212,11 +214,7 @@ class ReadSchedule:
         changed = every > now[0] or norm_every > now[1] or 2 * every < now[0] or 2 * norm_every < now[1]
         if changed:
             self.every, self.norm_every = every, norm_every
+            self.spent = sum(seconds for seconds, _ in self._costs.values()) / self._wall[0] if self._wall[0] else 0.0
             self._costs = {True: [0.0, 0.0], False: [0.0, 0.0]}
             self._wall = [0.0, 0.0]
         return changed and (self.every, self.norm_every) != now
-
-    @property
-    def spent(self) -> float:
-        """Share of the time that monitoring took since the schedule last changed."""
-        return sum(seconds for seconds, _ in self._costs.values()) / self._wall[0] if self._wall[0] else 0.0

@@ -222,7 +222,12 @@ class Diagnosis:
 
     def finish(self) -> list[Finding]:
         """Judge the run as a whole, and close findings that its last steps did not show. Returns what has changed."""
-        silent = {name: self._last - entry.last_seen for name, entry in self._open.items()}
+        held = {rule.id for rule in self.rules if rule.holds}
+        silent = {
+            name: self._last - entry.last_seen
+            for name, entry in self._open.items()
+            if entry.silent or name not in held  # else nothing was read that could have shown it
+        }
         changed = [
             self._close(rule.id)
             for rule in self.rules
@@ -440,35 +445,35 @@ def link_to_roots(findings: list[Finding], changed: Sequence[Finding], last_seen
     Returns:
         What has changed, including findings that now point to a root.
     """
-    present: dict[str, list[Finding]] = {}
-    for finding in findings:
-        present.setdefault(finding.id, []).append(finding)
-    setup = [finding for name, some in present.items() if name in RULES and RULES[name].is_setup for finding in some]
-    setup.sort(key=lambda finding: -SEVERITIES.index(finding.severity))
-    before = list(findings)
+    before, places = list(findings), dict[str, list[int]]()
     for place, finding in enumerate(findings):
-        rule = RULES.get(finding.id)
-        if rule is None:
+        places.setdefault(finding.id, []).append(place)
+    setup = [place for name, some in places.items() if name in RULES and RULES[name].is_setup for place in some]
+    setup.sort(key=lambda place: -SEVERITIES.index(findings[place].severity))
+    root_of = dict[int, int]()
+
+    def chain(place: int) -> list[int]:
+        """What a finding follows from, what that follows from, and so on."""
+        found = list[int]()
+        while place in root_of:
+            place = root_of[place]
+            found.append(place)
+        return found
+
+    for place, finding in enumerate(findings):
+        if (rule := RULES.get(finding.id)) is None:
             continue
-        named = [root for name in rule.follows for root in present.get(name, ())]
-        roots = [*(setup if rule.is_symptom else ()), *named]
-        root = next((root for root in roots if _is_consequence(finding, root, last_seen)), None)
-        if root is not None:
-            findings[place] = _linked(finding, root)
-            if root.last_step is None and SEVERITIES.index(finding.severity) > SEVERITIES.index(root.severity):
-                confirmed = findings.index(root)
-                findings[confirmed] = replace(root, severity=finding.severity)
-                some = setup if root in setup else present[root.id]
-                some[some.index(root)] = findings[confirmed]
-    latest = {finding.id: finding for finding in findings}
-    for place, finding in enumerate(findings):  # a root may have turned out to be a consequence itself
-        chain = [finding.id]
-        while (follows := latest[chain[-1]].follows if len(chain) > 1 else finding.follows) and follows not in chain:
-            if follows not in latest:
+        named = [root for name in rule.follows for root in places.get(name, ())]
+        for root in (*(setup if rule.is_symptom else ()), *named):
+            if place not in (root, *chain(root)) and _is_consequence(finding, findings[root], last_seen):
+                root_of[place] = root
                 break
-            chain.append(follows)
-        if len(chain) > 2:
-            findings[place] = _linked(finding, latest[chain[-1]])
+    for place in root_of:
+        for root in (roots := chain(place)):
+            severity = max(findings[root].severity, before[place].severity, key=SEVERITIES.index)
+            if findings[root].last_step is None and severity != findings[root].severity:
+                findings[root] = replace(findings[root], severity=severity)
+        findings[place] = _linked(findings[place], before[roots[-1]])
     news = {id(finding) for finding in changed}
     return [now for then, now in zip(before, findings, strict=True) if id(then) in news or now != then]
 

@@ -97,6 +97,8 @@ class Rule:
     """Whether the steps of a warning show gradients that advice must not be based on."""
     measures_lr: ClassVar[bool] = False
     """Whether the learning rate it proposes is measured, and may be further off than a factor of 10."""
+    advises: ClassVar[bool] = False
+    """Whether the verdict on a healthy run leads with its note, because it asks for something."""
     ordinary: ClassVar[bool] = False
     """Whether nearly every healthy run has this note, which asks for nothing."""
 

@@ -27,7 +27,8 @@ def _report(report: Report, verbose: bool) -> Iterator[str]:
         yield f"{_text(told)}\n"
     caused = verdict.consequences()
     serious = [item for item in verdict.ranked if item.weight != "info"]
-    for item in verdict.ranked if verbose else [item for item in serious if item not in caused][:MAX_FINDINGS]:
+    shown = [item for item in serious if item not in caused][:MAX_FINDINGS] or filter(None, [verdict.subject])
+    for item in verdict.ranked if verbose else shown:
         yield from _finding(item, live=verdict.live)
     if verdict.also and not verbose:
         yield f"Also caused by this: {verdict.also}.\n"

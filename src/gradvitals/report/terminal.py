@@ -184,12 +184,13 @@ def _doctor_in_short(report: Report) -> Iterator[RenderableType]:
     verdict = report.verdict
     if report.diagnosed.replayed:
         yield Paragraph("", Text(f"Replayed with the current rules ({report.diagnosed.replayed}).", style="dim"))
-    worst = verdict.worst
-    if worst is not None and verdict.level != "healthy":  # the headline has the title of the worst
-        place = [worst.place] if worst.place else []
-        yield from _labeled("Likely cause", worst.finding.causes[:1])
-        yield from _labeled("Fix", worst.finding.fixes[:1])
-        yield from _labeled("Evidence", ["; ".join([*worst.evidence[:EVIDENCE], *place])])
+    subject = verdict.subject  # the headline has its title
+    if subject is not None:
+        yield from _labeled("Likely cause", subject.finding.causes[:1])
+        yield from _labeled("Fix", subject.finding.fixes[:1])
+    if subject is not None and verdict.level != "healthy":
+        place = [subject.place] if subject.place else []
+        yield from _labeled("Evidence", ["; ".join([*subject.evidence[:EVIDENCE], *place])])
         caused = verdict.consequences()
         if caused:
             yield Paragraph("  Also caused by this: ", clean(verdict.also), "bold")

@@ -175,19 +175,24 @@ class Verdict:
         return self.ranked[0] if self.ranked else None
 
     @property
+    def subject(self) -> RankedFinding | None:
+        """The finding that the headline is about: the worst, or a healthy run's note that asks for something."""
+        return self.worst if self.level != "healthy" else _advice(self.ranked)
+
+    @property
     def cause(self) -> str | None:
-        """The likely cause of what is wrong; None if the run is healthy."""
-        return next(iter(self.findings[0].causes), None) if self.level != "healthy" else None
+        """The likely cause of what the headline names; None if there is nothing to do."""
+        return next(iter(self.subject.finding.causes), None) if self.subject else None
 
     @property
     def fix(self) -> Fix | None:
-        """The first thing to do about it; None if the run is healthy."""
-        fix = next(iter(self.findings[0].fixes), None) if self.level != "healthy" else None
+        """The first thing to do about it; None if there is nothing to do."""
+        fix = next(iter(self.subject.finding.fixes), None) if self.subject else None
         return fix if fix is None or isinstance(fix, Fix) else Fix(fix)
 
     @property
     def remedy(self) -> dict[str, str]:
-        """The likely cause and the fix, by their labels; empty if the run is healthy."""
+        """The likely cause and the fix, by their labels; empty if there is nothing to do."""
         return {label: text for label, text in (("Likely cause", self.cause), ("Fix", self.fix)) if text}
 
     @property
@@ -358,9 +363,18 @@ def _headline(level: Level, ranked: Sequence[RankedFinding], counts: str, *, rea
     by_hand = "" if stop is None else f" Stopped manually at step {stop.finding.first_step:,}."
     if worst is None and read < EARLY_STEPS:
         return f"Nothing wrong yet, but it is early: {counts}.{by_hand}"
+    advice = _advice(ranked)
+    if level == "healthy" and advice is not None:
+        return f"Healthy, but {in_sentence(advice.finding.title)}.{by_hand}"
     if level == "healthy":
         return f"Healthy: {counts}.{f' Earlier: {told}' if told else ''}{by_hand}"
     return f"{LABELS[level]}: {told}{by_hand}"
+
+
+def _advice(ranked: Sequence[RankedFinding]) -> RankedFinding | None:
+    """Returns the open note that asks for something; None if there is none."""
+    notes = (item for item in ranked if item.is_open and item.finding.id in RULES)
+    return next((item for item in notes if RULES[item.finding.id].advises), None)
 
 
 def _in_words(item: RankedFinding, *, live: bool) -> str:

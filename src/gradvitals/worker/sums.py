@@ -305,6 +305,8 @@ class _Aggregation:
         self.part_scale: Floats = table.ones
         """The loss scale that micro-batches carried, and what a pipeline divided them by."""
         self.under_scaler = False
+        self.clipped_scale = 1.0
+        """The loss scale that gradients carried when the loop clipped them."""
         self.losses = losses_of(record, is_clean=self._is_clean())
         self.batch_size = record.batch_size
         if self.losses.skipped_size and record.batch_size is not None:
@@ -321,6 +323,7 @@ class _Aggregation:
                 self.part_scale[rows] *= scale.values[0]
                 if one.scaled:
                     self.grad_scale[rows] = scale.values[0]
+                    self.clipped_scale = float(scale.values[0]) if one.clipped else self.clipped_scale
 
     def sums(self) -> StepSums:
         """Returns the sums of the step."""
@@ -359,6 +362,8 @@ class _Aggregation:
         count = max((one.micro_batches for one in record.optimizers), default=0)
         if count and ("micro0" in self.sections or "micro_heads0" in self.sections):
             self._take_parts(step, count)
+        if self.clipped_scale > 1:
+            step.values["clip/scale"] = self.clipped_scale
         if (val := self.sections.get("val")) is not None:
             step.values["val/loss"] = float(val.values.mean())
         if (look := self.sections.get("look")) is not None:

@@ -80,16 +80,28 @@ class ClipSaturated(_Clipping):
         name="Clipping on every step",
         pattern=(
             "More than 95% of the last few hundred norms exceed the clipping limit (a note), or 20 in a row are over "
-            "1,000 times the limit, or all over 10 times the limit while most of the loss is left (a warning)."
+            "1,000 times the limit, or all over 10 times the limit while most of the loss is left, or are clipped "
+            "while they carry the scale of a GradScaler (a warning)."
         ),
         title="{clipped:%} of the last {steps} steps were clipped: max_norm is {limit}, the median norm {norm}",
         causes={
             "low": "The limit of {limit} is below the typical norm of {norm}: it gives every step the same length",
             "scale": "The gradient is larger than intended: a loss summed instead of averaged, or multiplied",
+            "scaled": (
+                "Gradients are clipped before scaler.unscale_(optimizer): they still carry the loss scale of {scale}, "
+                "so that steps are far too short"
+            ),
         },
         fixes={
             "low": "Clip to {max_norm} instead of {limit}: 90% of these {steps} steps are below it" + WHEN_DONE,
             "scale": "Average the loss over samples and micro-batches: a norm of {norm} is far too large",
+            "scaled": "Call scaler.unscale_(optimizer) between backward and clipping",
+        },
+        snippets={
+            "scaled": (
+                "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(model.parameters(), {limit})\n"
+                "scaler.step(optimizer)"
+            )
         },
         passed="clipping leaves most steps alone",
     )
@@ -105,9 +117,10 @@ class ClipSaturated(_Clipping):
 
     def compare(self, step: Step, limit: float) -> Observation | None:
         """Counts the norms over the limit."""
-        norms = step.history["grad/norm"].last(self.WINDOW)
+        scale = step.values.get("clip/scale", 1.0)
+        norms = scale * step.history["grad/norm"].last(self.WINDOW)
         clipped = float(np.mean(norms > limit)) if len(norms) else 0.0
-        far = len(norms) >= 20 and bool(norms[-20:].min() > self.FAR * limit)
+        far = len(norms) >= 20 and bool(norms[-20:].min() > (1 if scale > 1 else self.FAR) * limit)
         short = len(norms) >= self.FEWEST and bool(norms.min() > self.SHORT * limit)
         if not (far or short) and (clipped <= self.share or len(norms) < 2 * self.WINDOW // 3):
             return None
@@ -116,10 +129,10 @@ class ClipSaturated(_Clipping):
         usual, proposed = np.quantile(norms, (0.5, self.QUANTILE))
         seen = {"percent": 100 * clipped, "limit": limit, "norm": float(usual), "steps": len(norms)}
         far |= short and step.number >= self.LATE and step.loss_left > self.LEFT
-        cause = "scale" if far and usual > self.HIGH else "low"
+        cause = "scaled" if scale > 1 else "scale" if far and usual > self.HIGH else "low"
         return Observation(
             severity="warning" if far else "info",
-            seen=seen | {"max_norm": _two_digits(float(proposed))},
+            seen=seen | {"max_norm": _two_digits(float(proposed))} | ({"scale": scale} if scale > 1 else {}),
             text={"clipped": clipped},
             since=max(step.ago(len(norms)), 0),
             key=cause,

@@ -230,6 +230,7 @@ class Explosion(Rule):
     GROWTH_ALTERNATING = 100.0  # the same if the model alternates with another one, so that its loss says nothing
     RECOVERED = 0.8  # share of the first loss below which a run has recovered from what was there at the start
     RECOVERS = 5  # steps after which a spike that did not come back was that of one batch
+    ORDINARY = 3  # norms, at least, that have been read since
 
     ratio: float = 2.0
     """Norm over its baseline."""
@@ -464,6 +465,8 @@ class Explosion(Rule):
             own = "momentum" if self._was_pushed or self.times > 3 else "lingers"
             self.verdict = "learning_rate" if self.lr_rose else own
         elif passed >= self.RECOVERS and self.times <= 3 and not self.hot_updates:
+            if len(step.history["grad/norm"].since(self.last + 1)[0]) < self.ORDINARY:
+                return None  # norms are read rarely: nobody knows whether it was one batch
             self.verdict = "dirty_batch" if self._is_harmed(step) else "harmless"
         else:
             return None
@@ -501,18 +504,19 @@ class Vanishing(Rule):
     message = Message(
         name="Vanishing gradient",
         pattern=(
-            "For many steps, the layers nearest the input have less than 1e-5 of the largest layer's gradient, or the "
-            "global norm is below 1e-5 of its peak, while the loss is high."
+            "For many steps, the layers nearest the input have less than 1e-5 of the largest layer's gradient, or less "
+            "than 1e-3 if each layer has less than the next and the loss does not fall; or the global norm is below "
+            "1e-5 of its peak, while the loss is high."
         ),
         title="{what}",
         causes={
-            "depth": "Each layer passes on less than it receives: sigmoid or tanh in many layers, no residual path",
+            "depth": "Each layer passes on less than it receives: many layers with sigmoid or tanh, or no residuals",
             "gone": "All units are off or saturated, or the loss no longer depends on the weights",
             "initialization": "The weights start too small, so the signal shrinks from layer to layer",
             "precision": "Gradients are too small for float16 and become zero: see precision_underflow",
         },
         fixes={
-            "depth": "Up to {layer}, use ReLU or GELU instead of sigmoid, residual paths, or normalized layers",
+            "depth": "Use fewer layers, residual paths, normalization, or ReLU instead of sigmoid (up to {layer})",
             "off": (
                 "Look for dead ReLUs (off for every input) in the layers up to {layer}, and start with smaller weights"
             ),
@@ -528,6 +532,8 @@ class Vanishing(Rule):
     # A layer's gradient under this share of the largest layer's, or a global norm under this share of what it was, is
     # next to nothing. Layers are compared by the root mean square of an element.
     SCALE = 1e-5
+    STEADY = 1e-3  # enough if each layer passes on less than it receives, and the loss has not fallen
+    STUCK, STUCK_AFTER = 0.9, 100  # share of the first loss above which it has not, and steps it had for that
     LAYERS = 2  # layers in a row, from the input on
     PATIENCE = 20  # steps in a row
     FALLEN = 0.5  # the loss counts as high until it has fallen to this share of what it was at the start
@@ -558,18 +564,22 @@ class Vanishing(Rule):
         gone, shares = norm < limit, self._shares(step)
         if shares is None and not gone and step.tensors("grad/norm") is None:
             return None  # only the norm of the whole was read
-        weak = np.zeros(1, dtype=bool) if shares is None or gone else ~(shares >= self.SCALE)
-        below = 0 if weak.all() else int(np.argmin(weak))  # layers from the input on that are weak, or frozen
-        known = shares[: below or None] if shares is not None else np.zeros(0)
-        known = known[known >= 0]
+        below, known, is_steady = 0, np.zeros(0), False  # layers from the input on that are weak, or frozen
+        if shares is not None and not gone:
+            below, known = self._weak(shares, self.SCALE)
+            is_steady = len(known) < self.LAYERS and self._shrinks(shares)
+            below, known = self._weak(shares, self.STEADY) if is_steady else (below, known)
         weakest = float(np.min(known, initial=math.inf))
         if not gone and (below == 0 or len(known) < self.LAYERS):
             self.low_for = 0
             return None
         self.low_for += 1
-        if self.low_for == 1 or (not gone and self.low_for >= self.PATIENCE and weakest > 3 * self.earlier):
+        grows = not gone and self.low_for >= self.PATIENCE and weakest > 3 * self.earlier
+        if self.low_for == 1 or (grows and not self._is_stuck(step)):
             self.low_for, self.earlier = 1, weakest
-        return self._observe(step, gone, below, weakest) if self.low_for >= self.PATIENCE else None
+        if self.low_for < self.PATIENCE or (is_steady and not self._is_stuck(step)):
+            return None
+        return self._observe(step, gone, below, weakest)
 
     def _observe(self, step: Step, gone: bool, below: int, weakest: float) -> Observation | None:
         recent, start = step.history["loss"].last(10), float(np.mean(step.first_losses or [math.nan]))
@@ -585,7 +595,10 @@ class Vanishing(Rule):
             what = f"Gradients vanish at layer `{layer}`: the layers before it receive {amount}"
         seen: dict[str, Any] = {"norm": norm, "share": weakest, "steps": self.low_for, "layer": layer, "at": since}
         seen["lr"] = step.value("lr")
-        expected: dict[str, Any] = {"norm": self.highest, "share": f"over {self.SCALE:g}"}
+        expected: dict[str, Any] = {
+            "norm": self.highest,
+            "share": f"over {self.SCALE if weakest < self.SCALE else self.STEADY:g}",
+        }
         if not math.isnan(loss):
             seen["loss"], expected["loss"] = loss, self.FALLEN * start
         half = step.info.autocast == "float16" or any(info.dtype == "float16" for info in step.layout.tensors)
@@ -601,6 +614,24 @@ class Vanishing(Rule):
             causes=(cause,),
             fixes=("off",) if cause == "gone" and since <= 0 else (cause,),
         )
+
+    def _is_stuck(self, step: Step) -> bool:
+        """Whether the loss has hardly fallen since the start."""
+        losses, first = step.history["loss"].last(20), step.first_losses
+        known = step.number >= self.STUCK_AFTER and len(losses) > 0 and len(first or ()) > 0
+        return known and float(np.median(losses)) > self.STUCK * float(np.mean(first))
+
+    def _weak(self, shares: Floats, scale: float) -> tuple[int, Floats]:
+        """Returns how many layers from the input on have less than this share, or are frozen, and the shares known."""
+        weak = ~(shares >= scale)
+        below = 0 if weak.all() else int(np.argmin(weak))
+        known = shares[: below or None]
+        return below, known[known >= 0]
+
+    def _shrinks(self, shares: Floats) -> bool:
+        """Whether each of several layers has less gradient than the next, but for noise."""
+        known = shares[np.isfinite(shares)]
+        return len(known) >= 2 * self.LAYERS and bool(np.all(known[1:] > 0.5 * known[:-1]))
 
     def _shares(self, step: Step) -> Floats | None:
         """Root mean square gradient of each layer over that of the largest; NaN for one that is all frozen.

@@ -417,7 +417,7 @@ class LossResets(Rule):
     family = "loss"
     needs = ("loss",)
     expects_fall = True
-    closes_after = NEVER
+    closes_after = 100
     judges_after = 100
     masks = ("loss_spike",)
     message = Message(
@@ -439,28 +439,39 @@ class LossResets(Rule):
     )
 
     BACK, DOWN = 0.8, 0.6  # share of the first losses that it returns to, and that it had fallen to before
+    BEYOND = 1.25  # share of the largest of them that it stays below: weights that start anew have no larger loss
     TIMES = 3
-    EVEN = 1.4  # longest interval over the shortest
+    EVEN = 1.4  # longest interval over the shortest, and over the last one while it goes on
     LONG = 20  # steps of an interval, at least: a task that is learned in a few steps is meant to be
 
     jumps: list[int] = field(default_factory=list, init=False)
+    """The last steps at which it was back."""
+    times: int = field(default=0, init=False)
+    has_tasks: bool = field(default=False, init=False)
+    """Whether it was far above its start for some steps: that is another task, not another start."""
+    checked: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        losses, loss = step.history["loss"].last(13), step.value("loss")
         start = float(np.mean(step.first_losses or [math.nan]))
-        if len(losses) < 13 or not start > 0 or not loss > 0.5 * start:
-            return self._observe(step) if self.jumps else None
-        high = min(*losses[-3:], loss) > self.BACK * 0.8 * start and max(losses[-3:]) > self.BACK * start
-        new = not self.jumps or step.number - self.jumps[-1] > 10
-        if high and new and float(np.median(losses[:-3])) < self.DOWN * start:
-            self.jumps = [*self.jumps, step.number - 3][-20:]
-        return self._observe(step) if self.jumps else None
-
-    def _observe(self, step: Step) -> Observation | None:
+        steps, losses = step.history["loss"].since(self.checked - 13)  # also those of calm steps
+        for i in np.flatnonzero(losses > self.BACK**2 * start).tolist():
+            back = losses[i - 3 : i + 1]
+            top = self.BEYOND * max(step.first_losses)
+            if i < 13 or back.min() < self.BACK**2 * start or back.max() < self.BACK * start:
+                continue
+            self.has_tasks |= bool(back.max() > top)
+            new = not self.jumps or steps[i] - self.jumps[-1] > 10
+            if new and float(np.median(losses[i - 13 : i - 3])) < self.DOWN * start:
+                self.jumps, self.times = [*self.jumps, int(steps[i - 3])][-20:], self.times + 1
+        self.checked = step.number
         gaps = np.diff(self.jumps)
-        if len(self.jumps) < self.TIMES or gaps.max() > self.EVEN * gaps.min() or gaps.min() < self.LONG:
+        if self.has_tasks or len(self.jumps) < self.TIMES:
             return None
-        seen = {"every": round(float(np.median(gaps))), "times": len(self.jumps), "loss": step.value("loss")}
+        if gaps.max() > self.EVEN * gaps.min() or gaps.min() < self.LONG:
+            return None
+        if step.number - self.jumps[-1] > self.EVEN * gaps.max():  # it has stopped: what is learned now stays
+            return None
+        seen = {"every": round(float(np.median(gaps))), "times": self.times, "loss": step.value("loss")}
         return Observation(severity="warning", seen=seen, since=self.jumps[0])
 
 
@@ -478,7 +489,7 @@ class LossPlateau(Rule):
     closes_after = 150
     follows = (
         "schedule_over", "stale_gradients", "unchanged_weights", "lr_too_high", "clip_saturated", "dead_units",
-        "vanishing",
+        "vanishing", "bad_start",
     )  # fmt: skip
     masks = ("high_effort_low_progress", "decay_due")
     message = Message(
@@ -773,6 +784,7 @@ class StillFalling(Rule):
 
     id = "still_falling"
     family = "loss"
+    advises = True
     needs = ("loss",)
     expects_fall = True
     is_symptom = True
@@ -786,6 +798,7 @@ class StillFalling(Rule):
         "unchanged_weights",
         "dead_tensor",
         "dead_units",
+        "bad_start",
     )
     message = Message(
         name="Stopped while learning",

@@ -185,7 +185,7 @@ class LossMismatch(SetupRule):
             "negated": "The loss is an error with a minus sign ({loss}), so every step makes the error larger",
             "policy": (
                 "The loss multiplies log-probabilities of chosen actions by their weights, such as advantages, and has "
-                "no minus: every step makes the best actions less likely"
+                "no minus: unless the weights have it or are costs, every step makes the best actions less likely"
             ),
             "padding": "{padding:%} of the labels are a class that appears only at padding, which dominates the loss",
             "copied": "Each target equals the input at its position, but the next token is one position ahead",
@@ -207,7 +207,7 @@ class LossMismatch(SetupRule):
             "range": "Scale the targets from [{target_min}, {target_max}] to [0, 1]",
             "scrambled": "Swap the dimensions with transpose, or flatten both: logits.flatten(0, 1) and y.flatten()",
             "negated": "Remove the minus sign before the loss",
-            "policy": "Put a minus before the log-probabilities, unless their weights are costs",
+            "policy": "Put a minus before the log-probabilities, unless their weights have it or are costs",
             "padding": "Exclude padding from the loss with ignore_index={pad_label}",
             "copied": "Shift the targets by one: inputs tokens[:, :-1], targets tokens[:, 1:]",
         },
@@ -299,7 +299,7 @@ class LossMismatch(SetupRule):
         if cause == "range" and self.low < 0:
             text["scaled"] = f"(y + {-self.low:g}) / {self.high - self.low:g}"
         return Observation(
-            severity="info" if cause == "mse_classes" else severity,
+            severity="info" if cause in ("mse_classes", "policy") else severity,
             seen=seen,
             text=text,
             since=0,
@@ -377,7 +377,7 @@ class LossMismatch(SetupRule):
             "range": "The targets are outside the range 0 to 1",
             "scrambled": "A reshape mixes up outputs of different positions",
             "negated": "The loss has the wrong sign",
-            "policy": "The loss of the policy has the wrong sign",
+            "policy": "The loss of the policy may have the wrong sign",
             "padding": "Padding counts as a class in the loss",
             "copied": "The targets are the inputs",
         }[cause]
@@ -498,21 +498,34 @@ class BadStart(Rule):
     closes_after = NEVER
     message = Message(
         name="First loss too high",
-        pattern="Before any step, the loss of a classifier is over 4 times that of predicting the class frequencies.",
-        title="The first loss is {loss}, {ratio}× that of predicting the class frequencies ({trivial})",
+        pattern=(
+            "Before any step, the loss of a classifier is over 4 times that of predicting the class frequencies, or a "
+            "mean squared error on centered targets is over 10 times that of predicting their mean."
+        ),
+        title="The first loss is {loss}, {ratio}× that of predicting the {guess} ({trivial})",
         causes={
-            "weights": "The initialization is too large: outputs start confident and wrong, which training must unlearn"
+            "weights": ("The initialization is too large: outputs start {outputs}, which training must unlearn"),
+            "embeddings": (
+                "Embeddings start too large: nn.Embedding draws them with a standard deviation of 1, so outputs start "
+                "{outputs}, which training must unlearn"
+            ),
         },
         fixes={
             "weights": "Keep torch's default initialization, or divide the initial weights by {too_large} or more",
+            "embeddings": "Start embeddings with a standard deviation of 0.1 or less",
         },
         changes={"weights": {"initialization": "default"}},
-        snippets={"weights": "nn.init.xavier_uniform_(layer.weight)\nnn.init.zeros_(layer.bias)"},
+        snippets={
+            "weights": "nn.init.xavier_uniform_(layer.weight)\nnn.init.zeros_(layer.bias)",
+            "embeddings": "nn.init.normal_(embedding.weight, std=0.05)",
+        },
         passed="the first loss is what an untrained model should have",
     )
 
     FAR = 4.0
     EVEN = 2.0  # the loss over that of equal scores for all classes
+    SQUARES = 10.0  # a mean squared error over the variance of the targets
+    SAMPLES = 4  # in a batch, at least: the first loss of a few samples says little
 
     batches: int = field(default=0, init=False)
 
@@ -524,15 +537,25 @@ class BadStart(Rule):
         # Binary losses of many targets, such as pixels, are often sums over them.
         binary = step.loss_function in ("bce_logits", "bce") and step.value("target/columns") == 1
         likelihood = binary or step.loss_function == "cross_entropy"
-        if self.batches != 3 or not likelihood or not len(losses) or losses.steps[0] > 0 or not trivial > 0.1:
+        mean, std = step.value("target/mean"), step.value("target/std")
+        centered = step.loss_function == "mse" and std > 0 and abs(mean) < std
+        if self.batches != 3 or not len(losses) or losses.steps[0] > 0 or step.fact("head/samples") < self.SAMPLES:
+            return None
+        if not trivial > (0.0 if centered else 0.1):
             return None
         ratio = losses.values[0] / trivial
         # With rare classes, equal scores are already far above the frequencies, and no sign of large weights.
         even = math.log(2 if binary else max(step.fact("head/softmax_units"), 2))
-        if not (ratio > self.FAR and losses.values[0] > self.EVEN * even):
+        far = likelihood and ratio > self.FAR and losses.values[0] > self.EVEN * even
+        if not (far or (centered and ratio > self.SQUARES)):
             return None
         seen = {"loss": losses.values[0], "ratio": ratio, "trivial": trivial, "too_large": ratio}
-        return Observation(severity="warning", seen=seen, expected={"loss": trivial}, since=0)
+        text = {
+            "guess": "class frequencies" if far else "mean",
+            "outputs": "confident and wrong" if far else "far from the targets",
+        }
+        cause = "embeddings" if step.fact("input/lookup") == 1 else "weights"
+        return Observation(severity="warning", seen=seen, expected={"loss": trivial}, text=text, since=0, key=cause)
 
 
 @register
