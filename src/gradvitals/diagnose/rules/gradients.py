@@ -567,7 +567,7 @@ class Vanishing(Rule):
         below, known, is_steady = 0, np.zeros(0), False  # layers from the input on that are weak, or frozen
         if shares is not None and not gone:
             below, known = self._weak(shares, self.SCALE)
-            is_steady = len(known) < self.LAYERS and self._shrinks(shares)
+            is_steady = (below == 0 or len(known) < self.LAYERS) and self._shrinks(shares)
             below, known = self._weak(shares, self.STEADY) if is_steady else (below, known)
         weakest = float(np.min(known, initial=math.inf))
         if not gone and (below == 0 or len(known) < self.LAYERS):
