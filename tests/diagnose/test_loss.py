@@ -443,6 +443,14 @@ def test_a_loss_that_returns_to_its_start_is_followed_over_calm_steps(noise: flo
     assert "every 100 steps" in finding.title
 
 
+@pytest.mark.parametrize(("falls", "found"), [(True, False), (False, True)])
+def test_a_validation_loss_that_is_a_sum_falls_all_the_same(falls: bool, found: bool) -> None:
+    run = healthy_run(400)
+    run.values["val/loss"] = np.full(400, np.nan)
+    run.values["val/loss"][49::50] = (40 * run.values["loss"] if falls else np.full(400, 40.0))[49::50]
+    assert bool([one for one in run.findings("memorizing") if one.severity == "warning"]) == found
+
+
 def test_two_tasks_in_turn_are_no_resets() -> None:
     run = healthy_run(2000)
     t, task = np.arange(2000), np.arange(2000) // 50 % 2

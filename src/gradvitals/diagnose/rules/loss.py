@@ -912,10 +912,12 @@ class Memorizing(Rule):
     APART = 10.0  # validation loss over training loss from which nearly all that was learned since is memorized
     LEFT = 0.2  # share of the trivial loss, or of the first ones, that validation has left for that
     OTHER = 3.0  # lowest validation loss over the first losses, and over training's, that the same data cannot have
+    FELL = 0.5  # share of the first validation loss below which it is the same data: its loss is a sum, not a mean
 
     best: float = field(default=math.inf, init=False)
     best_step: int = field(default=0, init=False)
     train_then: float = field(default=math.nan, init=False)
+    first_val: float = field(default=math.nan, init=False)
     count: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
@@ -924,6 +926,7 @@ class Memorizing(Rule):
         if val is None or not math.isfinite(val) or not len(losses):
             return None
         self.count += 1
+        self.first_val = val if self.count == 1 else self.first_val
         train = float(np.median(losses))
         if val < self.best:
             self.best, self.best_step, self.train_then = val, step.number, train
@@ -933,6 +936,8 @@ class Memorizing(Rule):
         # What is apart by so much at the best validation too has another reason: another loss, or other data.
         stands &= step.number > 2 * self.best_step and self.train_then > 2 * train
         other = self.best > self.OTHER * max(first, self.train_then) and first > 0 and train < first
+        if other and self.best < self.FELL * self.first_val:
+            other = stands = False
         if self.count < self.FEWEST or not (rose or stands or other):
             return None
         how = f"rose from {number(self.best)} at step {self.best_step:,} to" if rose else "stands still at"
