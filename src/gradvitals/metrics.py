@@ -284,6 +284,7 @@ INSPECTED: dict[str, str] = {
     "head/raw_log": "1 if the loss takes the log of outputs that are not probabilities",
     "head/foreign": "1 if the loss reaches the model through another one",
     "head/products": "1 if the loss compares outputs with each other, as a contrastive one does",
+    "head/cosine_range": "mean range of the scores of a sample, if they are cosines between outputs",
     "head/chosen": "1 if the loss picks some of the outputs, such as those of chosen actions",
     "head/signed_weights": "1 if the loss weights outputs by numbers of both signs, such as advantages",
     "head/terms": "layers that the loss reaches first",

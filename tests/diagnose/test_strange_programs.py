@@ -445,6 +445,21 @@ def test_dropout_and_batch_norm_after_the_last_layer_are_found(tmp_path: Path, l
     assert "last layer" in cause_of(verdict, "layer_modes")
 
 
+@pytest.mark.parametrize(("factor", "found"), [(0.1, True), (10.0, False)])
+def test_cosines_that_are_multiplied_by_a_small_temperature_are_found(
+    tmp_path: Path, factor: float, found: bool
+) -> None:
+    model, data = net(4, 16, 8), rows(32)
+
+    def loss_of(_: int) -> Tensor:
+        one, other = (functional.normalize(model(data + 0.1 * torch.randn_like(data))) for _ in range(2))
+        return functional.cross_entropy(factor * one @ other.T, torch.arange(32))
+
+    verdict = verdict_of(tmp_path / "run", model, loss_of, steps=200)
+    fixes = [str(fix) for one in verdict.findings for fix in one.fixes]
+    assert any("temperature" in fix for fix in fixes) == found
+
+
 def test_a_loss_that_returns_to_its_start_again_and_again_is_found(tmp_path: Path) -> None:
     """As of a model that is initialized in the loop over epochs."""
     model, data = net(4, 16, 1), rows()

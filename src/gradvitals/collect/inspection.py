@@ -307,10 +307,16 @@ class Inspection:
     Args:
         table: The watched parameters.
         buffer: Returns the buffer of the step in progress.
+        on_error: Called with what could not be read, once, and the error.
     """
 
-    def __init__(self, table: ParameterTable, buffer: Callable[[], ReadingBuffer]) -> None:
-        self._table, self._buffer = table, buffer
+    def __init__(
+        self,
+        table: ParameterTable,
+        buffer: Callable[[], ReadingBuffer],
+        on_error: Callable[[str, Exception], None],
+    ) -> None:
+        self._table, self._buffer, self._on_error = table, buffer, on_error
         self.is_armed = False
         """Whether the next backward pass is inspected."""
         self._has_hooks = False
@@ -382,9 +388,10 @@ class Inspection:
                     self._inspect(root)
             elif self._first and root.requires_grad and not isinstance(root, nn.Parameter):
                 self._write({"head/reached": -1.0})  # nothing computed it: backward ends where it starts
-        except Exception:  # an unusual graph: not inspected, and the backward pass continues
+        except Exception as error:  # an unusual graph: not inspected, and the backward pass continues
             self._failed = True
             self.disarm()
+            self._on_error("inspection", error)
 
     def _inspect(self, loss: Tensor) -> None:
         table = self._table
@@ -424,8 +431,9 @@ class Inspection:
         for name, read in groups.items():
             try:
                 found |= read() if name not in self._lost else {}
-            except Exception:  # an unusual graph: the other groups are read as ever
+            except Exception as error:  # an unusual graph: the other groups are read as ever
                 self._lost.add(name)
+                self._on_error(f"inspection of {name}", error)
         self._write(found)
 
     def _maximizes(self) -> bool:
@@ -808,6 +816,10 @@ class Head:
             found["head/weights"] = _range(self.weights, with_one=_saved(self.error_node, "pos_weight") is not None)
         products = [node for node in self.nodes if _is(node, ("MmBackward", "BmmBackward"))]
         found["head/products"] = float(bool(products))
+        norms = [node for node in self.nodes if _is(node, ("LinalgVectorNormBackward", "NormBackward"))]
+        if products and norms and self.loss == "cross_entropy" and self.outputs is not None and self.outputs.dim() == 2:
+            scores = self.outputs[:MAX_SAMPLES]
+            found["head/cosine_range"] = (scores.amax(1) - scores.amin(1)).float().mean()
         found["head/dropout"] = float(any(_is(node, ("NativeDropoutBackward",)) for node in self.nodes))
         scaled = [node for node in self.nodes if _is(node, ("MulBackward",)) and self._scales_output(node)]
         masks = [mask for node in scaled if (mask := self._constant(node)) is not None and mask.numel() > 1]

@@ -154,9 +154,12 @@ class StepRecorder:
             self._first_gradient = FirstLayerGradient(table, lambda: self.draft.buffer)
         self._alternating = AlternatingOptimizers(optimizers)
         own = weakref.ref(self)  # a wrapper in torch must not hold its watcher
-        self._inspection = (
-            Inspection(table, lambda: cast(StepRecorder, own()).draft.buffer) if topology is None else None
-        )
+        if topology is None:
+            self._inspection = Inspection(
+                table,
+                lambda: cast(StepRecorder, own()).draft.buffer,
+                lambda part, error: cast(StepRecorder, own()).safe.fail(part, error),
+            )
         self._arm_inspection(0)
         self._validation = Validation(table.model, self.validate) if topology is None else None
         hooks.attach(self)

@@ -338,12 +338,16 @@ def _ranked(finding: Finding, episodes: Sequence[Finding], last_step: int, steps
     return RankedFinding(finding=finding, weight="info" if done else "warning", clear_steps=clear)
 
 
-def _order(item: RankedFinding) -> tuple[int, bool, bool, int, bool, int]:
-    """Sorts by weight, then what stopped the run, causes before consequences, severity, open ones, and age."""
+def _order(item: RankedFinding) -> tuple[int, bool, bool, int, bool, int, bool]:
+    """Sorts by weight, then what stopped the run, causes before consequences, severity, open ones, and age.
+
+    Of what came at the same time, symptoms come last.
+    """
     finding, is_over = item.finding, not item.is_open
     stopped = finding.id == STOPPED and item.is_open
     by_cause = finding.follows is not None
-    return -_rank(item.weight), not stopped, by_cause, -_rank(finding.severity), is_over, finding.first_step
+    is_symptom = finding.id in RULES and RULES[finding.id].is_symptom
+    return -_rank(item.weight), not stopped, by_cause, -_rank(finding.severity), is_over, finding.first_step, is_symptom
 
 
 def _rank(severity: Severity) -> int:

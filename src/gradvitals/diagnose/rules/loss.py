@@ -506,8 +506,13 @@ class LossPlateau(Rule):
             "large_lr": "The learning rate of {lr} may be too high: each step undoes the one before",
             "initialization": "The initial weights may be too small or too large for a signal to pass",
             "done": "The model has learned what it can at a learning rate of {lr}",
+            "temperature": (
+                "The scores of a sample are cosines that differ by {score_range} on average: too little for a softmax "
+                "to tell them apart"
+            ),
         },
         fixes={
+            "temperature": "Divide the cosines by a temperature such as 0.1, before cross_entropy",
             "small_lr": "Raise the learning rate from {lr} to about {lr_proposed}",
             "no_signal": "Train on 10 samples only: if the loss of {loss} does not fall even then, check the targets",
             "done": "Lower the learning rate from {lr} to {lr_lower}, or stop here",
@@ -526,6 +531,7 @@ class LossPlateau(Rule):
     TINY, SHORT = 1e-4, 1e-3  # update over weight norm that makes steps too short, and if the loss falls all the same
     LONG, ABOVE = 1e-2, 1.1  # update over weight norm that makes steps long, and loss over the trivial one to show it
     THROWN = 0.15  # update over weight norm of the first steps that leaves nothing of the initialization
+    NARROW = 2.5  # range of a sample's cosines, which reach from -1 to 1, if nothing divides them
     HELD = 0.1  # and one that stood still does so until its loss has fallen by this share
     USELESS = 0.95  # share of the trivial loss that the mean loss is surely above: inputs are of no use
     LATE_WINDOW = 1000  # losses that a late plateau is judged by
@@ -605,6 +611,8 @@ class LossPlateau(Rule):
             cause = "small_lr"
         elif (ratio > self.LONG and recent > self.ABOVE * step.trivial_loss) or self._was_thrown(step):
             cause = "large_lr"  # to predict the mean is easy to learn, unless steps are too long to stay there
+        if step.fact("head/cosine_range") < self.NARROW:
+            cause, seen["score_range"] = "temperature", step.fact("head/cosine_range")
         kind = "is flat, barely below its start" if fallen else "has hardly fallen since the start"
         if start == step.trivial_loss and not fallen:
             kind = f"is no better than ignoring the inputs would give ({number(start)})"
