@@ -22,6 +22,19 @@ def step_of(packer: StepPacker, nonfinite: list[float], *, counted: bool) -> Ste
     return step
 
 
+def test_what_ranks_know_of_the_whole_step_is_averaged() -> None:
+    packer = StepPacker(topology_of(world=2, tensors=3, slots=0))
+    steps = [step_of(packer, [0.0, 0.0, 0.0], counted=True) for _ in range(2)]
+    steps[0].values, steps[1].values = {"val/loss": 1.0, "clip/scale": 1024.0}, {"val/loss": 3.0}
+    steps[0].given_up = steps[1].given_up = 2
+    steps[1].lost_loss = 7.0
+    sent = sum(packer.pack(step, PLAIN) for step in steps)
+    assert isinstance(sent, np.ndarray)
+    whole = packer.unpack(sent, PLAIN, steps[0], steps[0].table)
+    assert whole.values == {"val/loss": 2.0, "clip/scale": 1024.0}
+    assert (whole.given_up, whole.lost_loss, whole.lost_norm) == (2, 7.0, None)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [

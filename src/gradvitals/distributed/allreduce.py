@@ -27,8 +27,11 @@ SLOTS = ("heads", "parts")
 FLAGS = ("under_scaler", "skipped", "carried", "alternating")
 """True for a step if true on any rank."""
 
-MEANS = ("loss", "lr", "max_norm")
+MEANS = ("loss", "lr", "max_norm", "lost_loss", "lost_norm")
 """Averaged over the ranks that know it."""
+
+VALUES = ("val/loss", "clip/scale")
+"""Metrics that need no arithmetic: the same."""
 
 PARTS = {"count": 0, "samples": 0, "weight": 1, "weight_per_sample": 1, "square_per_sample": 2}
 """The numbers of `PartSums`, each with the power of the weights that it contains."""
@@ -36,8 +39,9 @@ PARTS = {"count": 0, "samples": 0, "weight": 1, "weight_per_sample": 1, "square_
 SCALARS = (
     *FLAGS,
     *MEANS,
-    *(f"{name}_weight" for name in MEANS),
-    *("batch_size", "batch_told", "uncounted", "unscaled", "clipped", "moments_clipped"),
+    *VALUES,
+    *(f"{name}_weight" for name in (*MEANS, *VALUES)),
+    *("given_up", "batch_size", "batch_told", "uncounted", "unscaled", "clipped", "moments_clipped"),
     *("change_square", "change_dot", "change_dot_told"),
     *("parts_told", "parts_known", *(f"parts_{name}" for name in PARTS)),
 )
@@ -151,11 +155,12 @@ class StepPacker:
         once = self.topology.share  # a data-parallel worker counts once, however many ranks it has
         size, parts = step.batch_size, step.parts
         numbers = dict.fromkeys(SCALARS, 0.0) | {name: float(getattr(step, name)) for name in FLAGS}
-        for name in MEANS:
-            value = getattr(step, name)
+        for name in (*MEANS, *VALUES):
+            value = step.values.get(name) if name in VALUES else getattr(step, name)
             if value is not None:
                 weight = once * (1.0 if size is None else size) if name == "loss" else 1.0
                 numbers[name], numbers[f"{name}_weight"] = weight * value, weight
+        numbers["given_up"] = once * step.given_up
         if size is not None:
             numbers |= {"batch_size": once * size, "batch_told": 1.0}
         numbers["uncounted"] = float("nonfinite" in step.rows and not step.counted)
@@ -202,6 +207,8 @@ class StepPacker:
         for name in MEANS:
             weight = told[f"{name}_weight"]
             setattr(step, name, told[name] / weight if weight else None)
+        step.values = {name: told[name] / told[f"{name}_weight"] for name in VALUES if told[f"{name}_weight"]}
+        step.given_up = math.ceil(told["given_up"] / self.topology.num_sources - 1e-6)
         if own.lr is not None:
             step.lr = own.lr  # no rank uses the mean of different rates
         step.single_part, step.num_sources = own.single_part, topology.num_sources
