@@ -14,7 +14,7 @@ SCRIPT = """
 import sys, torch, gradvitals as gv
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-monitor = gv.watch(model, optimizer, run=sys.argv[1], config=gv.Config(quiet=True))  # not closed
+monitor = gv.watch(model, optimizer, run=sys.argv[1], config=gv.Config(quiet=True, overhead_budget=1))  # not closed
 for step in range(130):
     optimizer.zero_grad()
     model(torch.ones(2, 4)).sum().backward()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gradvitals import notices
 from gradvitals.collect import hooks, reductions
 from gradvitals.collect.backward import AlternatingOptimizers, FirstLayerGradient
-from gradvitals.collect.inspection import FIRST_STEPS, Inspection, Validation
+from gradvitals.collect.inspection import FIRST_STEPS, Inspection
 from gradvitals.collect.moments import unavailable_reason
 from gradvitals.collect.observed import Observed
 from gradvitals.collect.optimizer_state import (
@@ -39,6 +39,7 @@ from gradvitals.collect.plain import PlainRecorder
 from gradvitals.collect.queues import DeviceQueue, HostQueue, WritePlain
 from gradvitals.collect.schedule import Due, ReadSchedule
 from gradvitals.collect.transfer import ReadingBuffer, Transfer
+from gradvitals.collect.validation import Validation
 from gradvitals.config import Config
 from gradvitals.distributed.audit import Audit
 from gradvitals.distributed.fsdp import why_no_parts
