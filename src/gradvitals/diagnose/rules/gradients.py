@@ -221,6 +221,7 @@ class Explosion(Rule):
     # At the start there is no baseline. If every weight changed at random by its own size, the loss would change by
     # |g| |W| / sqrt(number of weights), to first order. Healthy models start under 0.2 of their loss.
     SENSITIVITY = 1.0
+    FAR_TOO_LARGE = 5.0  # above this it is a warning, even if the loop clips
     LEAST_LOSS = 0.1  # for that, a loss counts as this large at least: one of either sign can start near 0
     FEWEST = 100  # and a tensor as having this many weights
     SCALE = 1e4  # gradient norm over weight norm, at the start, that only a loss on the wrong scale has
@@ -434,8 +435,8 @@ class Explosion(Rule):
     def _severity(self, step: Step, seen: Observation) -> Severity:
         """A note while it is one batch that is harder than others; what it leaves behind is the damage."""
         clipped = step.value("grad/norm") > step.value("clip/max_norm")
-        if "z" not in seen.seen:  # a loop that clips does not make steps longer than it wants
-            return "info" if clipped and self.blamed else "warning"
+        if "z" not in seen.seen:  # a loop that clips does not make steps longer than it wants, but weights stay large
+            return "info" if clipped and self.blamed and seen.seen["ratio"] < self.FAR_TOO_LARGE else "warning"
         if self.times < self.LASTS or self.last - self.since >= 2 * self.times or clipped:
             return "info"
         thrown = self.lr_rose or self._was_pushed  # what moved the weights too far came before
