@@ -433,6 +433,19 @@ def test_a_run_that_ends_in_nan_was_not_stopped_while_learning() -> None:
     assert diagnosis.finish() == []
 
 
+@pytest.mark.parametrize(("factor", "found"), [(50.0, True), (1.0, False)])
+def test_a_run_wrecked_by_a_learning_rate_that_jumped_is_not_healthy_at_its_end(factor: float, found: bool) -> None:
+    run, t = healthy_run(378), np.arange(378)
+    run.values["lr"] = np.where(t < 189, 1e-3, factor * 1e-3)
+    run.values["loss"] = np.where(t < 189, 0.3 + 2 * np.exp(-t / 50), 2.3 + 3 * np.exp(-np.abs(t - 189) / 5))
+    diagnosis = run.diagnosis("loss_rising", "loss_spike")
+    for step in run.readings():
+        diagnosis.read(step)
+    diagnosis.finish()
+    rose = [one for one in diagnosis.findings if "learning rate rose from 0.001" in str(one.causes[0])]
+    assert any(one.id == "loss_rising" and one.last_step is None for one in rose) == found
+
+
 @pytest.mark.parametrize("noise", [0.02, 0.1])
 def test_a_loss_that_returns_to_its_start_is_followed_over_calm_steps(noise: float) -> None:
     run = healthy_run(2000)

@@ -16,6 +16,9 @@ from gradvitals.diagnose.step import Step
 from gradvitals.format import number
 from gradvitals.types import Severity
 
+LR_ROSE = 1.5
+"""A learning rate that rose by this factor explains a loss that rose."""
+
 
 @register
 @dataclass
@@ -146,11 +149,13 @@ class LossSpike(Rule):
         pattern="One loss is far above the previous ones, by the spread of this run's losses and of their logarithms.",
         title="The loss jumped to {loss} at step {at} (normally {expected_loss})",
         causes={
+            "lr": "The learning rate rose from {lr_before} to {lr}, which is too high for this model",
             "update": "Step {pushed} moved the weights {moved}× as far as normal: momentum or the learning rate",
             "batch": "The batch of step {at} differs from the others: corrupted, mislabeled, or not normalized",
             "sharp": "The learning rate is near the stability limit of this model, so small changes have large effects",
         },
         fixes={
+            "lr": "Restore a checkpoint from before step {at} and set the learning rate back to {lr_before}",
             "batch": "Look at the batch of step {at}; skip it if it is broken",
             "skipped": "Look at the batch of step {at}; its step was skipped and training continues",
             "update": (
@@ -158,6 +163,7 @@ class LossSpike(Rule):
             ),
             "sharp": "Lower the learning rate from {lr} to {lr_proposed}, or clip gradients to a norm of {max_norm}",
         },
+        only_if_chosen=("lr",),
         passed="no loss stood out",
         reference="PaLM (arXiv 2204.02311) restored a checkpoint from 100 steps earlier and skipped 200 to 500 batches",
     )
@@ -196,10 +202,12 @@ class LossSpike(Rule):
         if not outlier:
             return None
         moved, pushed = step.largest_update(5)
-        cause = "update" if moved > 3 else "batch"
+        rose = step.lr_increase()
+        cause = "lr" if rose > LR_ROSE else "update" if moved > 3 else "batch"
         norms = step.history["grad/norm"].last(200)
         seen = {"loss": loss, "z": min(z, log_z) if log_z == log_z else z, "at": step.number, "moved": moved}
         seen |= {"pushed": pushed, "lr": step.value("lr"), "lr_proposed": step.value("lr") / 2}
+        seen |= {"lr_before": step.value("lr") / rose} if cause == "lr" else {}
         seen["max_norm"] = float(f"{np.quantile(norms, 0.9):.2g}") if len(norms) else math.nan
         expected = {"loss": usual, "z": f"under {self.z:g}"}
         fix = "skipped" if cause == "batch" and step.value("step/left_out") == 1 else cause
@@ -382,7 +390,7 @@ class LossRising(Rule):
             self.cause = "stale"
         elif momentum >= self.LONG_MEMORY:
             self.cause = "momentum"
-        elif rose > 1.5:
+        elif rose > LR_ROSE:
             self.cause = "lr"
         elif spike > 10:
             self.cause = "batch"
@@ -391,6 +399,23 @@ class LossRising(Rule):
         self.known = {"at": before, "lr": lr, "lr_proposed": lr / 3, "lr_before": lr / rose if rose else math.nan}
         self.known |= {"momentum": momentum, "momentum_proposed": 0.9, "memory": round(1 / max(1 - momentum, 1e-6))}
         self.known |= {"moved": moved, "pushed": pushed, "spike": spike, "spiked": spiked}
+
+    def conclude(self, step: Step) -> Observation | None:
+        """The run ended far above its best, at a learning rate that was raised after it."""
+        steps, losses = step.history["loss"].since(0)
+        count, start = len(losses) // self.WINDOW, float(np.mean(step.first_losses or [math.nan]))
+        if count < 5:
+            return None
+        means = np.median(losses[-count * self.WINDOW :].reshape(count, -1), axis=1)
+        lowest, now = int(means[:-1].argmin()), float(np.median(losses[-2 * self.WINDOW :]))
+        best, best_step = float(means[lowest]), int(steps[(lowest - count) * self.WINDOW])
+        after, rates = step.history["lr"].since(best_step)
+        if not now - best > self.LOST * (start - best) > 0 or not len(rates) or not rates[-1] > LR_ROSE * rates[0]:
+            return None
+        at = int(after[np.argmax(rates > LR_ROSE * rates[0])])
+        seen = {"loss": now, "best_step": best_step, "at": at, "lr": float(rates[-1]), "lr_before": float(rates[0])}
+        severity: Severity = "critical" if now > start else "warning"
+        return Observation(severity=severity, seen=seen, expected={"loss": best}, since=at, key="lr")
 
     def _jump(self, step: Step, rise: float) -> int | None:
         """Returns the step at which the loss made most of its rise at once; None if it rose step by step."""
@@ -514,13 +539,14 @@ class LossPlateau(Rule):
         fixes={
             "temperature": "Divide the cosines by a temperature such as 0.1, before cross_entropy",
             "small_lr": "Raise the learning rate from {lr} to about {lr_proposed}",
-            "no_signal": "Train on 10 samples only: if the loss of {loss} does not fall even then, check the targets",
+            "no_signal": "Look at some inputs beside their targets, as the loss gets them: they should belong together",
             "done": "Lower the learning rate from {lr} to {lr_lower}, or stop here",
             "large_lr": "Lower the learning rate from {lr} to about {lr_lower}",
             "initialization": (
                 "Compare the outputs of each layer at the start: their standard deviation should be near 1"
             ),
         },
+        only_if_chosen=("temperature",),
         passed="the loss did not stand still",
     )
 
