@@ -22,11 +22,13 @@ LAYOUT = Layout(
 Curve = Callable[[int], float]
 
 
-def write(path: Path, loss: Curve, *findings: Finding, lr: float = 0.1, norms: Curve = lambda step: 1.0) -> Path:
+def write(
+    path: Path, loss: Curve, *findings: Finding, lr: float = 0.1, norms: Curve = lambda step: 1.0, steps: int = 400
+) -> Path:
     rng = np.random.default_rng(0)
     with RunWriter(path, meta={"facts": {"optimizer": "SGD"}, "extra": {"lr": lr}}) as writer:
         writer.write(LAYOUT)
-        for step in range(400):
+        for step in range(steps):
             values = {"loss": loss(step) + 0.01 * rng.normal(), "lr": lr, "grad/norm": 1.0}
             tensors = {"grad/norm": np.array([1.0, norms(step)])}
             writer.write(Reading(step=step, time=float(step), values=values, tensors=tensors))
@@ -57,6 +59,15 @@ def test_runs_part_where_one_changes_for_good(tmp_path: Path, change: float) -> 
     text = str(gv.diff(tmp_path / "a", b))
     assert "step 250 (medians of the 9 steps from there: " in text
     assert "Final loss (median of the last 20 steps): " in text
+
+
+def test_the_final_loss_of_the_longer_run_is_its_own(tmp_path: Path) -> None:
+    short, long = write(tmp_path / "a", falling, steps=100), write(tmp_path / "b", falling, steps=400)
+    part = gv.diff(short, long).curve("loss")
+    assert part is not None
+    assert part.final_a == pytest.approx(falling(97), rel=0.02)
+    assert part.final_b == pytest.approx(falling(397), rel=0.02)
+    assert "in A at step 99, " in str(gv.diff(short, long))
 
 
 def test_curves_that_were_apart_and_met_again_are_not_called_noise(tmp_path: Path) -> None:

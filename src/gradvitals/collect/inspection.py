@@ -44,6 +44,9 @@ from gradvitals.metrics import INSPECTED
 
 PLACES = {name: place for place, name in enumerate(INSPECTED)}
 """Where the journal has each number."""
+LATER = ("head/purity", "target/nonfinite", "target/purity", "target/dominant")
+"""What is read of the targets after the first steps."""
+
 FIRST_STEPS = 10
 """Steps from the start that are inspected."""
 DRAWN_AGAIN = 6
@@ -59,6 +62,8 @@ TELLING = 8
 """Columns that a row is looked for by first: those that differ most."""
 HARD = ("ReluBackward", "ThresholdBackward")
 SOFT = ("SigmoidBackward", "TanhBackward")
+FEWEST_PLACES = 32
+"""Places of a batch, at least, at which labels and ids do not coincide by chance."""
 FEW_PLACES = 4
 """Places that attention chooses from, at least, for its choice to say something."""
 
@@ -315,7 +320,7 @@ class Inspection:
             if head.is_mean:
                 found["target/trivial_loss"] = trivial
             if not self._first:  # what is pooled would differ in a run that was resumed
-                found = {name: found[name] for name in ("head/purity", "target/purity", "target/dominant")}
+                found = {name: found[name] for name in LATER if name in found}
         elif targets is not None and targets.numel():
             flat = sampled(targets.reshape(len(targets), -1) if targets.dim() > 1 else targets[:, None]).float()
             finite = torch.where(flat.isfinite(), flat, 0.0)
@@ -352,8 +357,7 @@ class Inspection:
             if head.is_mean and trivial is not None:
                 found["target/trivial_loss"] = trivial
             if not self._first:
-                later = ("head/purity", "target/nonfinite", "target/purity", "target/dominant")
-                found = {name: found[name] for name in later if name in found}
+                found = {name: found[name] for name in LATER if name in found}
         if (error := head.error()) is not None and trivial is not None:
             found |= {"head/error": error} | ({"target/trivial_error": trivial} if self._first else {})
         return found
@@ -541,7 +545,7 @@ def _text_numbers(entries: list[Any], head: Head, graph: Graph) -> dict[str, Ten
     ids = ids.reshape(-1)[:MAX_SAMPLES]
     pad_id, pad_label = ids.mode().values, labels.mode().values
     pads, padded = ids == pad_id, labels == pad_label
-    is_padding = (pads == padded).all() & (pad_label != head.ignored)
+    is_padding = (pads == padded).all() & (pad_label != head.ignored) & (ids.numel() >= FEWEST_PLACES)
     found: dict[str, Tensor | float] = {"target/visible": ahead}
     return found | {"target/copied": (ids == labels).all().float(), "target/padding": is_padding * pads.float().mean()}
 

@@ -260,6 +260,9 @@ class Guard:
         """What the Guard did, in a few lines."""
         return summarize_actions(self.actions)
 
+    def __str__(self) -> str:
+        return self.summary() if self.actions else "no actions"
+
     def resume(self) -> int:
         """Continue from the newest snapshot in `folder`, if there is one. Call it before the first step.
 

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,12 @@ class CurveDiff:
     b: float
     window: int
     final_a: float
-    """The median of the last `final_window` steps that both runs have."""
+    """The median of the last `final_window` steps of run A."""
     final_b: float
+    """The same of run B, which may have more steps or fewer."""
     final_window: int
+    last_steps: tuple[int, int]
+    """The last step of each run."""
     first_difference: int | None
     """The first step at which the raw numbers differ; None if they never do."""
     layer: str | None = None
@@ -175,10 +178,14 @@ def _curves(a: Run, b: Run) -> tuple[int, list[CurveDiff]]:
     shared = [metric for metric in METRICS if all(metric in run.metrics("values") for run in (a, b))]
     common, curves = 0, []
     for metric in shared:
-        steps, left, right = _aligned(a.series(metric), b.series(metric))
+        own = a.series(metric), b.series(metric)
+        steps, left, right = _aligned(*own)
         common = max(common, len(steps))
         if len(steps):
-            curves.append(_curve(metric, steps, left, right))
+            curve = _curve(metric, steps, left, right)
+            final_a, final_b = (_median(values[-curve.final_window :]) for _, values in own)
+            ends = int(own[0][0][-1]), int(own[1][0][-1])
+            curves.append(replace(curve, final_a=final_a, final_b=final_b, last_steps=ends))
     first = _first_layer(a, b)
     return common, curves if first is None else [*curves, first]
 
@@ -221,6 +228,7 @@ def _curve(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = 
         final_a=_median(a[-last:]),
         final_b=_median(b[-last:]),
         final_window=last,
+        last_steps=(int(steps[-1]), int(steps[-1])),
         first_difference=int(steps[differ[0]]) if differ.size else None,
         layer=layer,
         apart=None if stretch is None else (int(steps[stretch[0]]), int(steps[stretch[1]])),
@@ -334,10 +342,10 @@ def _describe(curve: CurveDiff) -> Iterator[str]:
     if curve.layer is not None:
         yield f"The first layer to diverge is {cut(curve.layer)}, at step {curve.step:,} {from_there}."
         return
+    longer = len(set(curve.last_steps)) > 1
     if curve.first_difference is None:
-        yield f"{names} are the same at every step."
-        return
-    if curve.apart is not None:
+        yield f"{names} are the same at every step{' that both have' if longer else ''}."
+    elif curve.apart is not None:
         begin, end = curve.apart
         at_end = f"(medians of the last {curve.window:,} steps: {both})"
         yield f"{names} are apart from step {begin:,} to {end:,} and meet again {at_end}."
@@ -348,10 +356,11 @@ def _describe(curve: CurveDiff) -> Iterator[str]:
     else:
         first = f"first differ at step {curve.first_difference:,} and diverge for good at step {curve.step:,}"
         yield f"{names} {first} {from_there}."
-    if curve.metric == "loss":
+    if curve.metric == "loss" and (longer or curve.first_difference is not None):
         a, b = curve.final_a, curve.final_b
         of = f"median of the last {curve.final_window:,} steps" if curve.final_window > 1 else "of the last step"
-        yield f"Final loss ({of}): {number(a)} in A, {number(b)} in B{_change(a, b)}."
+        places = [f" at step {last:,}" if longer else "" for last in curve.last_steps]
+        yield f"Final loss ({of}): {number(a)} in A{places[0]}, {number(b)} in B{places[1]}{_change(a, b)}."
 
 
 def _change(a: float, b: float) -> str:

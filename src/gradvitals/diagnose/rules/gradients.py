@@ -14,7 +14,7 @@ from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.rules.clipping import CLIPPED_ALREADY, clipping_fix, proposed_limit
 from gradvitals.diagnose.step import MAX_NAMED, Step
-from gradvitals.format import number
+from gradvitals.format import number, percent
 from gradvitals.types import Layout, Severity
 
 
@@ -727,7 +727,7 @@ class Oscillation(Rule):
         if self.lasted < self.PATIENCE:
             return None
         seen = self._seen(step) | {"cosine": cosine, "swing": swing, "loss_swing": loss_swing}
-        what = f"The recorded loss scatters by {100 * loss_swing:.2g}% of its mean"
+        what = f"The recorded loss scatters by {percent(loss_swing, 2)} of its mean"
         if turning and cosine < 0:
             what = f"Updates reverse direction: the mean cosine between consecutive updates is {cosine:.2g}"
         elif turning:

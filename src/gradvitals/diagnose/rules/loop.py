@@ -45,7 +45,7 @@ class StaleGradients(Rule):
             ),
         },
         changes={"zero": {"zero_grad": "after_step"}},
-        snippets={"zero": "optimizer.zero_grad()  # after optimizer.step()"},
+        snippets={"zero": "optimizer.zero_grad()  # before loss.backward()"},
         only_if_chosen=("rarely",),
         passed="gradients are zeroed between steps",
     )

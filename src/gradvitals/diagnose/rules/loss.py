@@ -801,8 +801,14 @@ class Outweighed(Rule):
         error, start = float(np.mean(errors)), float(np.mean(step.first_losses or [math.nan]))
         loss, at_step = float(np.median(losses)), dict(zip(*step.history["loss"].since(0), strict=True))
         # An error whose share of the loss stays the same has no rival: the loss is a multiple of it.
+        known = step.history["head/error"]
+        first = [
+            one / at_step[at]
+            for at, one in zip(known.steps[:FIRST], known.values[:FIRST], strict=True)
+            if at_step.get(at)
+        ]
         grew = np.median([one / at_step.get(at, loss) for at, one in zip(steps, errors, strict=True)])
-        grew /= step.history["head/error"].values[0] / step.first_losses[0] if step.first_losses else math.nan
+        grew /= max(first, default=math.nan)
         if not (error > self.LEFT * trivial and start - loss > self.FELL * abs(start) and grew > self.RIVAL):
             return None
         seen = {"error": error, "trivial": trivial, "loss": loss, "first_loss": start}

@@ -1066,6 +1066,7 @@ class LayerModes(SetupRule):
     DROPOUT = 0.8
     SAMPLES = 4
     BATCHES = 3  # inspected batches in a row
+    APART = 20  # steps between two that are enough
 
     seen_for: int = field(default=0, init=False)
     since: int = field(default=0, init=False)
@@ -1087,7 +1088,9 @@ class LayerModes(SetupRule):
         cause = next((name for name, holds in tests.items() if holds), "")
         self.seen_for = self.seen_for + 1 if cause else 0
         self.since = step.number if self.seen_for == 1 else self.since
-        if self.seen_for < self.BATCHES:
+        # Left in evaluation mode after a validation: later batches are inspected rarely.
+        late = cause == "eval" and self.seen_for > 1 and step.number - self.since >= self.APART
+        if self.seen_for < self.BATCHES and not late:
             return None
         titles = {
             "eval": "The model trains in evaluation mode",
