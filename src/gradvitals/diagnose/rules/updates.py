@@ -352,7 +352,7 @@ class UnchangedWeights(Rule):
             "resolution": "Updates of {first} are lost: they are smaller than half the gap between two {dtype} numbers",
         },
         fixes={
-            "left_out": "Create the optimizer after the last change to the model, with all parameters: it lacks {where}",
+            "left_out": "Make the optimizer after the last change to the model, with all parameters; it lacks {where}",
             "zeroed": "Call optimizer.zero_grad() after optimizer.step(), or before the first backward",
             "zero_lr": "Check the schedule: its learning rate has been 0 since step {at}",
             "stopped": "Check what happened at step {at}: a group's lr set to 0, or a gradient that fell to {gradient}",
