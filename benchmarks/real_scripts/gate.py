@@ -88,7 +88,7 @@ CASES = (
     Case("mp_spawn", reason="in processes that it started"),
     Case("lightning_ddp", reason="the script itself started 2 ranks", needs="lightning"),
     Case("thirty_steps", samples=128, quick=True),
-    Case("accumulation", samples=64, quick=True),
+    Case("accumulation", samples=128, quick=True),
     Case("amp_bf16", samples=128),
     Case("nanoGPT", samples=12),
 )
@@ -228,7 +228,7 @@ def judge(case: Case, bare: Sequence[Ended], watched: Sequence[Ended], runs: Seq
         if opened:
             loss = _has_losses(opened, first.losses)
             sizes = [size for run in opened if len(size := run.batch_sizes("grad/norm")[1])]
-            known = {float(size[-1]) for size in sizes} if sizes else set()
+            known = {float(np.nanmedian(size)) for size in sizes}
             batch = None if case.samples is None else case.samples in known
             worst = [one.worst.finding.id for one in verdicts if one.worst is not None and one.level != "healthy"]
             verdict = any(one in case.bug for one in worst) if case.bug else not worst

@@ -273,6 +273,15 @@ def test_weights_that_stand_still_once_all_is_fitted() -> None:
     assert run.findings("unchanged_weights") == []
 
 
+@pytest.mark.parametrize(("left", "found"), [(1e-4, False), (0.5, True)])
+def test_an_optimizer_that_stops_by_itself_has_converged(left: float, found: bool) -> None:
+    """As L-BFGS does; one whose gradient is as large as ever was stopped."""
+    run = healthy_run(200)
+    run.scale_gradient(slice(100, 200), np.full(100, left))
+    run.tensors["update/rms"][100:] = 0
+    assert bool(run.findings("unchanged_weights")) == found
+
+
 def test_a_learning_rate_that_was_lowered_is_not_told_to_be_too_low() -> None:
     run = healthy_run(300)
     lr = 1e-3 * np.minimum(1, np.exp(-(np.arange(300) - 100) / 10))

@@ -365,6 +365,7 @@ class UnchangedWeights(Rule):
     )
 
     PATIENCE_MOVED = 5  # steps in a row, for weights that moved at nearly every step before
+    CONVERGED = 1e-3  # gradient norm over its highest level at which an optimizer may stop by itself
     LOST = 0.25  # weights in half precision that stand still at this share of steps lose updates to rounding
 
     patience: int = 20
@@ -399,6 +400,8 @@ class UnchangedWeights(Rule):
         self.share += (still - self.share) / min(self.seen_steps, self.patience)
         if not still.any() and not (self.share > self.LOST).any():
             return None
+        if not np.any(rms > 0) and self.moved.any() and step.value("grad/norm") < self.CONVERGED * self.highest:
+            return None  # L-BFGS, for one, makes no more steps once it has converged
         steady = (self.moved >= 20) & (self.moved + self.still_for > 0.95 * self.seen_steps)
         stuck = still & (self.still_for >= np.where(steady, self.PATIENCE_MOVED, self.patience))
         if self.seen_steps >= 10 and (self.share > self.LOST).any():
