@@ -785,6 +785,7 @@ class Outweighed(Rule):
     LEFT = 0.85  # error over that of a trivial prediction
     FELL = 0.1  # share of the first loss that the loss has fallen by
     RIVAL = 1.5  # growth of the share that the error has of the loss
+    ALONE = 0.3  # how far from 1 that share is at the end
     READINGS = 2  # after the first tenth of the run
 
     def check(self, step: Step) -> Observation | None:
@@ -800,16 +801,14 @@ class Outweighed(Rule):
             return None
         error, start = float(np.mean(errors)), float(np.mean(step.first_losses or [math.nan]))
         loss, at_step = float(np.median(losses)), dict(zip(*step.history["loss"].since(0), strict=True))
-        # An error whose share of the loss stays the same has no rival: the loss is a multiple of it.
-        known = step.history["head/error"]
-        first = [
-            one / at_step[at]
-            for at, one in zip(known.steps[:FIRST], known.values[:FIRST], strict=True)
-            if at_step.get(at)
-        ]
-        grew = np.median([one / at_step.get(at, loss) for at, one in zip(steps, errors, strict=True)])
-        grew /= max(first, default=math.nan)
-        if not (error > self.LEFT * trivial and start - loss > self.FELL * abs(start) and grew > self.RIVAL):
+        # An error whose share of the loss stays the same has no rival: the loss is a multiple of it. In the end, little
+        # is left of the rival.
+        shares = [one / at_step.get(at, loss) for at, one in zip(steps, errors, strict=True)]
+        share = float(np.median(shares))
+        grew = share / (step.history["head/error"].values[0] / step.first_losses[0]) if step.first_losses else math.nan
+        if not (error > self.LEFT * trivial and start - loss > self.FELL * abs(start)):
+            return None
+        if not (grew > self.RIVAL and abs(share - 1) < self.ALONE):
             return None
         seen = {"error": error, "trivial": trivial, "loss": loss, "first_loss": start}
         key = "penalty" if step.fact("head/penalty") == 1 else "term"
