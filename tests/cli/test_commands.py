@@ -149,6 +149,14 @@ def test_runs_of_other_tools_stay_apart(here: Path) -> None:
     assert gradvitals("doctor").output.splitlines()[-1].startswith("gradvitals_runs/ours: ")
 
 
+def test_a_run_is_found_by_its_name_in_either_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("gradvitals_runs/script"))
+    write(Path("runs/loop"))
+    for name, folder in (("script", "gradvitals_runs"), ("loop", "runs")):
+        assert gradvitals("doctor", name).output.splitlines()[-1].startswith(f"{folder}/{name}: ")
+
+
 def test_a_list_says_what_is_wrong_in_a_few_words(here: Path) -> None:
     write(here / "runs/a", SPIKE)
     assert "Unhealthy: gradient explosion" in gradvitals("ls", "runs").output

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from gradvitals.places import default_folder
+from gradvitals.places import default_folder, searched_folders
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +72,8 @@ def resolve(name: str | None, *, must_exist: bool = True) -> Path:
     if name is None:
         return newest_runs(1)[0]
     path = Path(name)
-    short = default_folder() / path
+    kept = [folder / path for folder in searched_folders() if (folder / path).exists()]
+    short = kept[0] if kept else default_folder() / path
     if path.exists() or path.is_absolute() or (not short.exists() and len(path.parts) > 1):
         return path
     if must_exist and default_folder().exists():

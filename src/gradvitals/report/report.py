@@ -204,12 +204,13 @@ class Report:
 
 def _checks(run: Run, verdict: Verdict, failed: frozenset[str]) -> Checks:
     settings, steps = recorded_settings(run.meta), verdict.read
+    losses = len(run.times("loss")[0]) if "loss" in run.metrics("values") else 0
     lost = [item for item in verdict.ranked if item.finding.id in NONFINITE and item.is_open]
     ends = (item.finding.first_step - 1 - item.unread_before for item in lost if item.finding.severity == "critical")
     until = min(ends, default=None)
     counted = metric_of_every_step(run)
     if until is not None and counted is not None:  # a run need not start with step 0
-        steps = int(np.count_nonzero(run.times(counted)[0] <= until))
+        steps = losses = int(np.count_nonzero(run.times(counted)[0] <= until))
     before = "" if until is None else " before NaN or Inf"
     found = {finding.id for finding in verdict.findings}
     contradicted = {name for finding in found if finding in RULES for name in RULES[finding].masks}
@@ -231,8 +232,9 @@ def _checks(run: Run, verdict: Verdict, failed: frozenset[str]) -> Checks:
             reason = lacking
         elif until is not None and steps <= 0:
             reason = "no step was finite"
-        elif steps <= least:
-            reason = f"too early: needs more than {least:,} steps{before}"
+        elif (losses if set(rule.needs) <= {"loss"} else steps) <= least:
+            what = "steps" if steps >= losses else "steps whose gradients were read"
+            reason = f"too early: needs more than {least:,} {what}{before}"
         else:
             reason = silent().get(name, "") if name in NOISE_RULES else ""
         if reason:
