@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from reference import Data, Rig, Transformer, assert_no_errors, finished, mlp, n
 from torch import nn
 
 import gradvitals as gv
+from gradvitals.collect import hooks
 
 
 def train(monitored: Path | None, *, kind: str, config: gv.Config | None = None) -> tuple[Any, ...]:
@@ -284,3 +286,22 @@ def test_worker_processes_do_not_hang_at_exit(tmp_path: Path) -> None:
     with gv.open_run(tmp_path / "run") as run:
         assert run.last_step == 7
         assert run.meta["finished_at"] is not None
+
+
+def test_a_monitor_may_be_collected_while_another_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage is collected at any allocation: then the old one closes in the middle of what the new one does."""
+
+    def watched(name: str) -> gv.Monitor:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return gv.watch(model, optimizer, run=tmp_path / name, config=gv.Config(quiet=True))
+
+    dropped: list[object] = [watched("dropped")]
+    dropped.append(dropped)
+    del dropped
+    others = hooks._others
+    monkeypatch.setattr(hooks, "_others", lambda listener: (gc.collect(), others(listener))[1])
+    starting = threading.Thread(target=lambda: watched("new").close(), daemon=True)
+    starting.start()
+    starting.join(60)
+    assert not starting.is_alive()

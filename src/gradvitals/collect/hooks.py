@@ -60,7 +60,7 @@ class Listener(Protocol):
 
 
 _listeners: tuple[weakref.ref[Any], ...] = ()
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection inside may close a Monitor that nobody holds any more
 _undo: list[Callable[[], None]] = []
 
 
@@ -68,9 +68,9 @@ def attach(listener: Listener) -> None:
     """Start to call a listener."""
     global _listeners
     with _lock:
+        _listeners = (*_others(listener), weakref.ref(listener))
         if not _undo:
             _install()
-        _listeners = (*_others(listener), weakref.ref(listener))
 
 
 def detach(listener: Listener) -> None:
