@@ -204,7 +204,7 @@ class Inspection:
         self._write(found)
 
     def _maximizes(self) -> bool:
-        """Whether an optimizer raises the loss, as it is told to."""
+        """Whether an optimizer maximizes the loss."""
         return any(group.get("maximize") for one in self._table.optimizers for group in one.param_groups)
 
     def _layer_numbers(self, graph: Graph) -> dict[str, Tensor | float]:

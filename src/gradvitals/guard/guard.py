@@ -141,7 +141,7 @@ class Guard:
         self._num_problems = 0  # of snapshots, as far as they were reported
         self._attached = self._active = self._closed = False
         self._started = self._stopped = self._reported_closure = False
-        """Whether the first step has started, and whether the Guard has given up."""
+        """Whether the first step has started, and whether the Guard has stopped acting."""
         self._start_fine = False  # whether a step was finite: what the weights were then is a start to go back to
         self._now = -1  # the Monitor's number of the step in progress
         self._skipped = self._dropped = self._scaler_skipped = self._spiked = False

@@ -466,7 +466,7 @@ class LossResets(Rule):
     BACK, DOWN = 0.8, 0.6  # share of the first losses that it returns to, and that it had fallen to before
     BEYOND = 1.25  # share of the largest of them that it stays below: weights that start anew have no larger loss
     TIMES = 3
-    EVEN = 1.4  # longest interval over the shortest, and over the last one while it goes on
+    EVEN = 1.4  # longest interval over the shortest, and over the time since the last return while it is open
     LONG = 20  # steps of an interval, at least: a task that is learned in a few steps is meant to be
 
     jumps: list[int] = field(default_factory=list, init=False)
