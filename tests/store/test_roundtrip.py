@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradvitals.errors import RunError, RunFormatError
+from gradvitals.report.listing import find_runs
 from gradvitals.store import RunWriter, UnknownNameError, free_run_path, min_max_buckets, open_run, schema
 from gradvitals.types import Action, Finding, Layout, Reading
 
@@ -220,6 +223,30 @@ def test_an_empty_run_can_be_read(tmp_path):
         assert run.names("tensors") == ()
         with pytest.raises(UnknownNameError, match="it has none"):
             run.series("loss")
+
+
+def test_a_run_is_listed_from_its_first_moment_to_after_its_last(tmp_path):
+    seen: list[set[str]] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            files = find_runs(tmp_path)
+            for file in files:
+                open_run(file.path).close()
+            seen.append({file.name for file in files})
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        try:
+            for number in range(20):
+                with RunWriter(tmp_path / str(number), meta={}) as writer:
+                    assert str(number) in {file.name for file in find_runs(tmp_path)}
+                    writer.write(Reading(step=1, time=0.0))
+        finally:
+            done.set()
+        looking.result()
+    assert all(before <= after for before, after in itertools.pairwise(seen))
 
 
 def test_free_run_path_counts_up(tmp_path):

@@ -177,7 +177,9 @@ def open_page(browser: Any, first_page: Any, served: Served) -> Iterator[Callabl
         pages.append(page)
         listen(page, "request", lambda request: asked.append(request.url))
         if quiet:
-            listen(page, "console", lambda message: troubles.append(message.text))
+            listen(
+                page, "console", lambda message: troubles.append(f"{message.text} {message.location.get('url', '')}")
+            )
             listen(page, "pageerror", lambda error: troubles.append(str(error)))
         page.requested = asked
         page.goto(url)

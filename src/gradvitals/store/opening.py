@@ -109,11 +109,7 @@ def is_run_file(path: Path) -> bool:
             header = file.read(72)
     except OSError:
         return False
-    if not header.startswith(b"SQLite format 3\0"):
-        return False
-    mark = int.from_bytes(header[68:72], "big")
-    # The mark of a new run may still be in the write-ahead log alone.
-    return mark == schema.APPLICATION_ID or (mark == 0 and path.with_name(path.name + "-wal").exists())
+    return header.startswith(b"SQLite format 3\0") and int.from_bytes(header[68:72], "big") == schema.APPLICATION_ID
 
 
 def _runs_in(folder: Path) -> list[str]:

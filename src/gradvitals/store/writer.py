@@ -101,13 +101,14 @@ class RunWriter:
             self._db.execute(f"PRAGMA page_size = {PAGE_SIZE}")
             if not schema.is_blank(self._db):
                 schema.check(self._db, self.path)
-            self.journal_mode = opening.set_journal(self._db, self.path)
             self._db.execute("BEGIN IMMEDIATE")
             if schema.is_blank(self._db):
                 self._create()
             else:
                 self._join(resume=resume)
             self._db.execute("COMMIT")
+            # Only now: a file that has a log from its birth could be seen without its tables.
+            self.journal_mode = opening.set_journal(self._db, self.path)
             self._identity = self._file_identity()
             self._load()
             self._compact_left_behind()
