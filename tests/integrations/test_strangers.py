@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -81,6 +82,16 @@ def test_updates_by_hand_are_read_from_the_second_step_on(zero_code: Install) ->
     assert set(run.stage("grad/norm")[1]) == {"raw"}
     assert run.batch_sizes("grad/norm")[1][-1] == 32
     assert {finding.severity for finding in run.findings} <= {"info"}
+
+
+def test_weights_that_are_nan_and_stay_so_are_not_updated(zero_code: Install) -> None:
+    broken = network()
+    loss_of(broken).backward()
+    for parameter in broken.parameters():
+        parameter.data.fill_(math.nan)
+    watcher = zero_code()
+    losses, _, _ = update_by_hand(network())
+    np.testing.assert_allclose(only(watcher).series("loss")[1], losses[1:], rtol=1e-5)
 
 
 def test_updates_by_hand_are_found_beside_what_torch_compile_traces_with(zero_code: Install) -> None:

@@ -98,7 +98,29 @@ def changing(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optim
         optimizer.step()
 
 
-@pytest.mark.parametrize("loop", [ordinary, clipping, accumulating, silent, changing], ids=lambda loop: loop.__name__)
+def thawing(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    """A parameter has no gradient at first, and loses it again."""
+    for step in range(STEPS):
+        model[0].bias.requires_grad_(60 < step < 130)
+        optimizer.zero_grad()
+        found = loss()
+        found.backward()
+        monitor.observe(found)
+        if step % 50 > 25:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+def whole_rate(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 1
+    ordinary(monitor, model, optimizer, loss)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [ordinary, clipping, accumulating, silent, changing, thawing, whole_rate],
+    ids=lambda loop: loop.__name__,
+)
 def test_plain_steps_say_what_detailed_steps_say(tmp_path: Path, loop: Loop) -> None:
     with train(tmp_path, loop, detailed=False) as plain, train(tmp_path, loop, detailed=True) as detailed:
         names = {"clip/max_norm", "grad/carried", "batches/given_up", "val/loss", *SERIES} & set(detailed.metrics())
@@ -133,12 +155,14 @@ def test_a_broken_tensor_is_located_in_a_plain_step(tmp_path: Path) -> None:
         assert values[steps == 143].tolist() == [0.0]
 
 
-def test_most_steps_of_a_calm_run_are_plain_and_cheap_to_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("frozen", [False, True])
+def test_most_steps_of_a_calm_run_are_plain_and_cheap_to_record(tmp_path: Path, frozen: bool) -> None:
     calls: dict[int, int] = {}
 
     def counted(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
         import sys
 
+        model[0].bias.requires_grad_(not frozen)
         ordinary(monitor, model, optimizer, loss)
 
         def count(frame: Any, event: str, arg: Any) -> None:

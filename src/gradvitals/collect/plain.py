@@ -35,6 +35,7 @@ class PlainRecorder:
         queue: Where the numbers of a step go.
         rows: The row of each norm.
         parameters: Their parameters.
+        absent: The other parameters, which have no gradients.
         backward: Counts the backward passes of the step.
         adds_up: Whether the loss of a step is the sum of what is observed instead of its mean.
     """
@@ -44,13 +45,14 @@ class PlainRecorder:
         queue: HostQueue | DeviceQueue,
         rows: Sequence[int],
         parameters: Sequence[nn.Parameter],
+        absent: Sequence[nn.Parameter],
         backward: BackwardCounter,
         *,
         adds_up: bool,
     ) -> None:
         self.rows = rows
         self._queue = queue
-        self._parameters = parameters
+        self._parameters, self._absent = parameters, absent
         self._backward = backward
         self._adds_up = adds_up
         self.begin([], math.inf)
@@ -161,7 +163,7 @@ class PlainRecorder:
             return True
         started = perf_counter()
         grads = [grad for parameter in self._parameters if (grad := parameter.grad) is not None]
-        if len(grads) != len(self._parameters):
+        if len(grads) != len(self._parameters) or any(parameter.grad is not None for parameter in self._absent):
             return False
         norms = torch.stack(list(reductions.norms(grads)))
         if norms.dtype != torch.float32 or not self._keep(norms, passes):

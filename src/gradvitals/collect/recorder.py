@@ -134,6 +134,8 @@ class StepRecorder:
         """The step in progress, if it has been plain so far."""
         self._plain_steps: PlainRecorder | None = None
         """What records all plain steps."""
+        self._present: list[int] = []
+        """The rows that had a gradient when a step could last have been plain."""
         self._losses_add_up = False
         self._alone = alone
         """Whether steps can be plain: one process, one optimizer."""
@@ -282,6 +284,7 @@ class StepRecorder:
         if (
             state._dense is None
             or len(state.held) != len(state.parameters)
+            or not self._has_same_gradients(state)
             or state.scaler is not None
             or state.clips_by_hand
             or state.vitals.available
@@ -292,22 +295,34 @@ class StepRecorder:
             or (state.micro is not None and state.micro.armed)
             or (inspection is not None and inspection.is_armed)
             or hasattr(state.optimizer, "found_inf")
-            or type(state.optimizer.param_groups[0].get("lr")) is not float
+            or _plain_lr(state.optimizer) is None
         ):
             return False
-        rows = self._clip_order if state.expects_clip and self._clip_order else state.held
-        if len(rows) != len(state.held):
+        rows = self._clip_order if state.expects_clip and self._clip_order else self._present
+        if len(rows) != len(self._present):
             return False
         if self._plain_steps is None or rows is not self._plain_steps.rows:
             parameters = [self.table.parameters[row] for row in rows]
+            absent = [self.table.parameters[row] for row in sorted(state.row_set.difference(rows))]
             queue: HostQueue | DeviceQueue
             if self._on_host:
                 queue = HostQueue(rows, self._write_plain)
             else:
                 queue = DeviceQueue(rows, parameters[0].device)
                 self.transfer.use(queue)
-            self._plain_steps = PlainRecorder(queue, rows, parameters, state.backward, adds_up=self._losses_add_up)
+            self._plain_steps = PlainRecorder(
+                queue, rows, parameters, absent, state.backward, adds_up=self._losses_add_up
+            )
         return True
+
+    def _has_same_gradients(self, state: OptimizerState) -> bool:
+        """Whether the same parameters have gradients as when this was last asked."""
+        parameters = self.table.parameters
+        present = [row for row in state.held if parameters[row].grad is not None] or state.held
+        if present == self._present:
+            return True
+        self._present = present
+        return False
 
     def _begin_plain(self, seconds: float) -> None:
         """Start the coming steps as plain ones, up to the first at which anything else is due, or for about a second.
@@ -367,8 +382,8 @@ class StepRecorder:
             plain.forget_step()
             return True
         state = self.optimizers[0]
-        lr = state.optimizer.param_groups[0].get("lr")
-        if type(lr) is not float:
+        lr = _plain_lr(state.optimizer)
+        if lr is None:
             return False
         now, wall = time.perf_counter(), time.time()
         seconds, self._last_end = now - self._last_end, now
@@ -618,9 +633,11 @@ class StepRecorder:
         if self.muted or not parameters:
             return
         plain = self._plain
-        is_own = self.thread == threading.get_ident() and id(parameters[0]) in self.optimizers[0].members
-        if plain is not None and is_own and self._plainly(plain.clip, max_norm):
-            return
+        if plain is not None and self.thread == threading.get_ident():
+            members = self.optimizers[0].members
+            is_own = any(id(parameter) in members for parameter in parameters)  # the first ones may be frozen
+            if is_own and self._plainly(plain.clip, max_norm):
+                return
         ours = [one for one in self.optimizers if not one.members.isdisjoint(map(id, parameters))]
         if ours:
             self.thread = threading.get_ident()
@@ -920,6 +937,14 @@ class StepRecorder:
         if self._inspection is not None and state.get("inspection"):
             self._inspection.load_state_dict(state["inspection"])
         self.start(int(state["step"]))
+
+
+def _plain_lr(optimizer: torch.optim.Optimizer) -> float | None:
+    """Returns the learning rate of a plain step, NaN without one; None if it is in a tensor."""
+    lr = optimizer.param_groups[0].get("lr")
+    if type(lr) is float:
+        return lr
+    return None if isinstance(lr, Tensor) else math.nan if lr is None else float(lr)
 
 
 def missing_sources(

@@ -366,7 +366,7 @@ def _calm_steps(plain: PlainReadings, last_lr: Floats) -> NDArray[np.bool_]:
         calm &= ~present[name]
     rates = values["lr"]
     before = np.concatenate((last_lr if len(last_lr) else [np.nan], rates[:-1]))
-    calm &= np.abs(rates - before) <= CALM_LR * np.abs(before)
+    calm &= ~present["lr"] | (np.abs(rates - before) <= CALM_LR * np.abs(before))
     if "grad/norm" in values:
         ratio, highest = values["grad/spike_ratio"], plain.tensors["grad/spike_ratio"]
         if highest.shape[1]:

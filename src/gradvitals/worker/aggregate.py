@@ -75,7 +75,7 @@ class Aggregator:
         steps, flags = plain.steps, plain.steps["flags"]
         has_loss, has_norms = flags & HAS_LOSS > 0, flags & HAS_NORMS > 0
         values: dict[str, Floats] = {"loss": steps["loss"], "lr": steps["lr"]}
-        present: dict[str, Flags] = {"loss": has_loss, "lr": np.ones(len(steps), dtype=bool)}
+        present: dict[str, Flags] = {"loss": has_loss, "lr": ~np.isnan(steps["lr"])}
         tensors: dict[str, Floats] = {}
         for name, number in (("grad/carried", flags & CARRIED), ("step/in_turn", flags & ALTERNATING)):
             if number.any():

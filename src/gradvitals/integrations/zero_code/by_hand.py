@@ -54,7 +54,7 @@ class OwnUpdates(torch.optim.Optimizer):
         """Returns whether the script has updated the weights since the last backward pass."""
         if not self._passes or self._state() != self._seen:
             return self._passes > 0
-        return self._before is not None and not torch.equal(_sample(self._probe), self._before)
+        return self._before is not None and _differ(_sample(self._probe), self._before)
 
     def end_step(self) -> None:
         """The script has updated the weights."""
@@ -90,7 +90,7 @@ class UpdateFinder:
     @torch.no_grad()
     def before_backward(self) -> Found | None:
         """Returns what the script has updated since the last pass; None if nothing yet."""
-        updated = [tensor for tensor, before in self._sampled if not torch.equal(_sample(tensor), before)]
+        updated = [tensor for tensor, before in self._sampled if _differ(_sample(tensor), before)]
         if not updated:
             return None
         model = find([OwnUpdates(updated, 1)])[0].model
@@ -121,6 +121,12 @@ def _sample(tensor: Tensor) -> Tensor:
     """Returns a few elements, spread over the tensor."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLED)]
+
+
+def _differ(sample: Tensor, before: Tensor) -> bool:
+    """Returns whether any element has changed: NaN is no change of NaN."""
+    same = (sample == before) | (sample.isnan() & before.isnan())
+    return not bool(same.all())
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
