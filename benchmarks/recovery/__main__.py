@@ -9,7 +9,7 @@ import click
 
 from benchmarks.command_line import Command, json_option, print_result, progress_bar
 from benchmarks.recovery.cell import ARMS, DEFAULT_CLEAN_STEPS, DEFAULT_SEEDS, DEFAULT_STEPS, FAULTS, MODELS
-from benchmarks.recovery.report import format_recovery, summarise
+from benchmarks.recovery.report import draw_figure, format_recovery, summarise
 from benchmarks.recovery.run import plan, run_cells
 
 
@@ -57,6 +57,7 @@ from benchmarks.recovery.run import plan, run_cells
     metavar="FILE",
     help="Keep finished runs here; those that it has already are not made again.",
 )
+@click.option("--figure", type=click.Path(path_type=Path, dir_okay=False), help="Draw the losses into this SVG file.")
 @click.option(
     "--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Processes to train in at once."
 )
@@ -70,6 +71,7 @@ def main(
     steps: int,
     clean_steps: int,
     out: Path | None,
+    figure: Path | None,
     workers: int,
     as_json: bool,
 ) -> None:
@@ -99,6 +101,8 @@ def main(
     )
     with progress_bar() as progress:
         results = run_cells(cells, out=out, workers=workers, progress=progress)
+    if figure is not None:
+        draw_figure(results, figure)
     print_result(summarise(results), as_json, format_recovery)
 
 

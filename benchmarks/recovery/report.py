@@ -6,8 +6,10 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import Panel, Trace, draw
 from benchmarks.recovery.cell import ARMS, CLEAN, EXTRA_BATCHES, FAULTS, ArmName, Cell, FaultName, Result
 from benchmarks.recovery.faults import KINDS
 from gradvitals.bench import markdown_table
@@ -116,6 +118,21 @@ def arm_row(results: Sequence[Result], arm: ArmName, reference: Reference) -> di
         "diverged": sum(result.diverged for result in those),
         "lost": statistics.fmean(result.lost for result in those) if those else None,
     }
+
+
+def draw_figure(results: Sequence[Result], path: Path) -> None:
+    """Draw the loss of every run with a fault, arm beside arm, the best runs first."""
+    reference, cells = references(results), [one for one in in_table(results) if one.cell.fault != CLEAN]
+    panels = []
+    for model in dict.fromkeys(one.cell.model for one in cells):
+        panel = Panel(title=model, x_name="runs with a fault (%)", y_name="loss, x clean", y_log=True, y_marks=(CLOSE,))
+        for color, arm in enumerate(_arms(cells)):
+            some = [one for one in cells if (one.cell.model, one.cell.arm) == (model, arm)]
+            ratios = sorted(bounded_ratio(one, reference) for one in some)
+            ranks = [100 * (rank + 0.5) / len(ratios) for rank in range(len(ratios))]
+            panel.traces.append(Trace(name=arm, x=ranks, y=ratios, line=True, color=color))
+        panels.append(panel)
+    draw(panels, "Final loss after a fault, divided by that of the clean run", path)
 
 
 def clean_rows(results: Iterable[Result]) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.scale_adaptation.figures import Panel, Trace, draw
+from benchmarks.figures import Panel, Trace, draw
 from gradvitals.bench import markdown_table
 
 Line = Mapping[str, Any]

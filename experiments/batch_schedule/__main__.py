@@ -20,11 +20,11 @@ from benchmarks.command_line import (
     print_result,
     progress_bar,
 )
+from benchmarks.figures import Panel, Trace, draw
 from benchmarks.runs import append_line, read_lines
 from experiments import grid
 from experiments.batch_schedule.training import Trial, train
 from experiments.parallel import Workers
-from experiments.scale_adaptation.figures import Panel, Trace, draw
 from gradvitals.bench import markdown_table
 
 COMMAND = "python -m experiments.batch_schedule"
@@ -77,7 +77,7 @@ def main(
         return
     device = pick_device("cpu" if quick and device == "auto" else device)
     if quick:
-        model, sequences, batch, lr, seeds, data = "gpt-tiny", 2048, 16, 8e-3, 2, None
+        model, sequences, batch, lr, seeds, data = "gpt-tiny", 512, 8, 8e-3, 2, None
     start = Trial(
         model=model,
         arm="fixed",

@@ -19,11 +19,11 @@ from benchmarks.command_line import (
     print_result,
     progress_bar,
 )
+from benchmarks.figures import Panel, Trace, draw
 from benchmarks.runs import append_line, read_lines
 from experiments import grid
 from experiments.batch_schedule.__main__ import mean_and_error
 from experiments.parallel import Workers
-from experiments.scale_adaptation.figures import Panel, Trace, draw
 from experiments.shrinkage.training import ARMS, Trial, train
 from gradvitals.bench import markdown_table
 

@@ -377,7 +377,8 @@ def test_the_command_shows_a_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 0, done.stderr
     assert "Arm beside arm" in done.stdout
-    as_json = CliRunner().invoke(main, [*args, "--json"])
+    as_json = CliRunner().invoke(main, [*args, "--figure", str(tmp_path / "losses.svg"), "--json"])
+    assert all(f">{arm}<" in (tmp_path / "losses.svg").read_text() for arm in ("none", "clip"))
     rows = json.loads(as_json.stdout)["rows"]
     assert [(row["fault"], row["arm"]) for row in rows] == [
         (fault, arm) for fault in ("clean", "poisoned") for arm in ("none", "clip")

@@ -60,3 +60,11 @@ def test_the_command_trains_every_arm_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(command, "train", None)
     again = CliRunner().invoke(command.main, [*out, "--device", "cpu"])
     assert (again.exit_code, again.stdout) == (0, first.stdout)
+
+
+def test_the_quick_path_keeps_nothing_and_compares_all_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(command.main, ["--quick"])
+    assert done.exit_code == 0, done.output
+    assert all(f"| {arm} " in done.stdout for arm in ("fixed", "fixed, twice", "follow2", "follow8"))
+    assert not list(tmp_path.iterdir())
