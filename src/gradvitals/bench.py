@@ -1,4 +1,4 @@
-"""What monitoring costs on this machine: watched and bare steps of the same training script, timed in turn.
+"""Measures the cost of monitoring on this machine: times watched and bare steps of one training script in turn.
 
 Every variant trains in a process of its own. Each makes 200 steps in its turn, in an order that changes, and is
 stopped (SIGSTOP) together with its worker process while the others take theirs. The speed of a shared machine drifts by
@@ -78,7 +78,7 @@ class Training:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device that it runs on."""
         return self.batches[0][0][0].device
 
     @property
@@ -260,7 +260,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a process does."""
+    """The task of a process."""
 
     workload: str
     variant: str
@@ -276,7 +276,7 @@ class Task:
 
 
 class CostLog:
-    """What recording took on the training thread, step by step. Wraps what the loop calls, in this process.
+    """Times recording on the training thread, step by step. Wraps what the loop calls, in this process.
 
     It measures only while it is `on`, in steps that are not timed: to measure takes time too. Until it is `frozen`,
     schedules adapt, from the first step on: the default starts to do so only after a second of work.
@@ -500,7 +500,7 @@ class Runner:
 
 @dataclass
 class Round:
-    """What one variant took in one round, turn by turn."""
+    """The times of one variant in one round, turn by turn."""
 
     turns: list[tuple[float, bool]] = field(default_factory=list)
     """Seconds per step, and whether one of the steps was read in full."""
@@ -634,7 +634,7 @@ def run_overhead(
 
 
 def summarize(rounds: Sequence[Round], bare: Sequence[Round]) -> dict[str, Any]:
-    """What a variant took, beside the bare process of the same round."""
+    """The time of a variant, divided by that of the bare process of the same round."""
     pairs = list(zip(rounds, bare, strict=True))
     ratios = [one.typical / base.typical for one, base in pairs]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -657,7 +657,7 @@ def summarize(rounds: Sequence[Round], bare: Sequence[Round]) -> dict[str, Any]:
 
 
 def median_interval(values: Sequence[float]) -> list[float] | None:
-    """Where the median of what these were drawn from lies, in 95 of 100 cases or more; None for fewer than six.
+    """Returns a 95% confidence interval of the median; None for fewer than six values.
 
     The k-th smallest of n values is over the median if fewer than k of them are under it, each with probability 1/2.
 
@@ -716,7 +716,7 @@ def table_rows(found: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def notes(found: Mapping[str, Any]) -> list[str]:
-    """How often monitors read."""
+    """The intervals at which monitors read."""
     lines = []
     for variant, one in found["variants"].items():
         if one["every"]:

@@ -146,7 +146,7 @@ class Config:
         return 1 if self.tensor_every == 1 else 4
 
     def worker_kind(self) -> Literal["process", "thread"]:
-        """Where the worker runs if nothing stands in the way."""
+        """Returns where the worker should run: in a process or a thread."""
         chosen = self.worker or os.environ.get("GRADVITALS_WORKER")
         if chosen in ("process", "thread"):
             return "thread" if chosen == "thread" else "process"

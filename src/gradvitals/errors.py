@@ -36,7 +36,7 @@ class LoopError(GradvitalsError):
 
 
 class ObserveError(LoopError, TypeError):
-    """What `Monitor.observe` was given cannot be used."""
+    """An argument of `Monitor.observe` cannot be used."""
 
 
 class NoStepError(LoopError):

@@ -30,7 +30,7 @@ class Sum:
     is_scaled: bool = False
     """Whether a loss scale multiplies it."""
     combine: Literal["sum", "mean", "max"] = "sum"
-    """How the parts of a tensor on several ranks, and tensors, combine."""
+    """The rule by which tensors, and the parts of a tensor on several ranks, combine."""
     after_step: bool = False
     """Whether it is read after the optimizer's step, of what the step made."""
     is_local: bool = False
@@ -74,7 +74,7 @@ SUMS: dict[str, Sum] = {
     "factor_low": Sum(due="full", after_step=True),
     "factor_one": Sum(due="full", after_step=True),
 }
-"""What is recorded of every tensor, by its name in the journal."""
+"""The sums that are recorded per tensor, by their names in the journal."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Metric:
     """One metric."""
 
     text: str
-    """What it means."""
+    """Meaning, in a sentence."""
     sums: tuple[str, ...] = ()
     """The sums it is made of."""
     finish: Callable[..., Any] | None = None
@@ -94,7 +94,7 @@ class Metric:
     of_ranks: When | None = None
     """When every rank sends a number of its own."""
     label: str = ""
-    """What charts call it."""
+    """Name in charts."""
     unit: str = ""
     """Empty for a ratio, or for what has the unit of the loss or of the weights."""
 
@@ -215,7 +215,7 @@ METRICS: dict[str, Metric] = {
 """Every metric by its id: the same string in the store, the commands and the docs."""
 
 TENSOR_METRICS: tuple[str, ...] = tuple(name for name, one in METRICS.items() if one.sums and not one.setting)
-"""What a per-tensor reading can measure; whatever follows from these is derived at no cost."""
+"""The metrics that a per-tensor reading can measure; all others are derived from these at no cost."""
 
 DETAIL_METRICS: tuple[str, ...] = tuple(
     name for name in TENSOR_METRICS if all(SUMS[each].due == "detail" for each in METRICS[name].sums)
@@ -322,6 +322,6 @@ INSPECTED: dict[str, str] = {
     "target/trivial_error": "the same for predicting the mean, or the frequency of each class",
     "head/weights": "largest weight that the loss gives to a class over the smallest",
 }
-"""What is known about an inspected batch. The journal has each at its place in this table."""
+"""Facts about an inspected batch. The journal has each at its place in this table."""
 
 METRICS |= {name: Metric(text) for name, text in INSPECTED.items()}

@@ -66,13 +66,13 @@ JOURNAL_BYTES = 4 << 20
 """Room for steps that the worker did not read yet; more for a model with many tensors."""
 BYTES_PER_TENSOR = 4096
 RANKS_CLOSE_SECONDS = 10.0
-"""How long a rank that closes waits for the others to bring their last steps."""
+"""Longest time a rank that closes waits for the last steps of the others."""
 CLOSE_SECONDS = 30.0
-"""How long closing waits for a worker that is busy."""
+"""Longest time that closing waits for a busy worker."""
 HANG_SECONDS = 4.0
-"""How long it waits for one that shows no progress. The journal keeps what that one did not write."""
+"""Longest time it waits for a worker without progress. The journal keeps what that worker did not write."""
 SHOW_SECONDS = 2.0
-"""How long a notebook waits for the newest steps to be shown too."""
+"""Longest time a notebook waits for the newest steps."""
 
 PUBLIC = (
     "close", "findings", "flush", "latest", "load_state_dict", "observe", "run_path", "state_dict", "step", "verdict",
@@ -171,7 +171,7 @@ def print_verdict(monitor: Monitor) -> None:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """Where a run is kept and with which other ranks. The same on all ranks, but for `leads`."""
+    """The place of a run and its ranks. The same on all ranks, except for `leads`."""
 
     path: Path
     resume: bool
@@ -297,18 +297,18 @@ class Monitor:
 
     @property
     def findings(self) -> list[Finding]:
-        """What was found so far, about training and monitoring. Those without a last step are ongoing."""
+        """Findings so far, about training and monitoring. Those without a last step are ongoing."""
         self._receive()
         return [*self._notices, *self._findings.values()]
 
     @property
     def actions(self) -> list[Action]:
-        """What a Guard or a schedule did so far, or would have done: the last 10,000; the run keeps all."""
+        """The last 10,000 actions that a Guard or a schedule took or proposed; the run keeps all."""
         return list(self._actions)
 
     @property
     def verdict(self) -> Verdict:
-        """How the run is so far: level, headline, cause, fix, findings. Prints itself; a notebook displays it.
+        """The verdict so far: level, headline, cause, fix, findings. Prints itself; a notebook displays it.
 
         Waits for the steps so far to be diagnosed, then reads the run: for now and then, not for every step.
 
@@ -483,7 +483,7 @@ class Monitor:
         return f"Monitor(step={self.step}, run={str(self.run_path)!r}, findings={count})"
 
     def __dir__(self) -> list[str]:
-        """What a loop needs. The rest is for the Guard, schedules and integrations."""
+        """The names for training loops. The rest is for the Guard, schedules and integrations."""
         return [*PUBLIC, *(name for name in object.__dir__(self) if name.startswith("_"))]
 
     def _repr_html_(self) -> str:
@@ -507,7 +507,7 @@ class Monitor:
     # -- resuming -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs so that windows, step count and record continue where they were."""
+        """Returns the state for a checkpoint: windows, step count and record continue from it."""
         return self.state_soon()()
 
     def _own_state(self) -> dict[str, Any]:
@@ -623,7 +623,7 @@ class Monitor:
             self._publisher = Publisher(here, _weakly(self.report), setup.path)
 
     def _describe(self) -> dict[str, Any]:
-        """What is kept about the run."""
+        """Returns the metadata of the run."""
         config = self.config
         meta: dict[str, Any] = {"config": json_ready(asdict(config)), "extra": json_ready(dict(config.extra))}
         meta["torch"] = str(torch.__version__)  # its own class would have the worker load torch
@@ -798,7 +798,7 @@ def _listed(given: Any) -> Iterable[Any]:
 
 
 def run_info(optimizers: Sequence[torch.optim.Optimizer]) -> RunInfo:
-    """What the first optimizer says about a run."""
+    """Returns the facts about a run that its first optimizer holds."""
     group = optimizers[0].param_groups[0]
     betas: Any = group.get("betas") or ()
     plain = len(betas) >= 2 and all(isinstance(beta, float) for beta in betas)
@@ -878,7 +878,7 @@ def _is_restarted(path: Path) -> bool:
 
 
 def elastic_id() -> str | None:
-    """What torchrun calls this job; the same after a restart."""
+    """Returns torchrun's id of this job, which stays the same after a restart."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return None

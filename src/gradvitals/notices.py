@@ -26,7 +26,7 @@ class Notice:
     causes: tuple[str, ...]
     """Likely causes, the commonest first."""
     fixes: tuple[str, ...]
-    """What to do, the first thing to try first."""
+    """Fixes, the first to try first."""
     is_own: bool = True
     """Whether it is about gradvitals, so that it says nothing about the training."""
 

@@ -1,4 +1,4 @@
-"""Where runs are kept, and looked for, if nobody says."""
+"""The folders in which runs are kept and searched by default."""
 
 from __future__ import annotations
 

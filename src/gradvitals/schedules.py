@@ -140,10 +140,10 @@ class _Scheduler:
     look_every: int = 10
     lag: int = 10
     actions: list[Action] = field(default_factory=list, init=False)
-    """What was done or proposed so far, oldest first."""
+    """Actions so far, taken or proposed, oldest first."""
 
     _state: Any = field(init=False)
-    """What `state_dict` saves of the subclass, a dataclass."""
+    """The state of the subclass, a dataclass that `state_dict` saves."""
     _sources: tuple[Source, ...] = field(default=SAME_WEIGHTS, init=False)
     """Those that count, the best first. Values of two sources or two batch sizes are never compared."""
     _offered: set[str] = field(default_factory=set, init=False)
@@ -210,7 +210,7 @@ class _Scheduler:
             print_line(text, self.monitor.config.quiet)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs so that the same readings lead to the same decisions. Waits for readings."""
+        """Returns the state for a checkpoint: the same readings then lead to the same decisions. Waits for readings."""
         self.monitor.flush()
         return {
             "version": STATE_VERSION,
@@ -241,7 +241,7 @@ class _Scheduler:
 
 @dataclass
 class WarmupDecay:
-    """Where a `GSNRScheduler` stands.
+    """The state of a `GSNRScheduler`.
 
     Steps made are counted here, so that a state that went back with the rest of training counts on from there; all
     other steps are the Monitor's.
@@ -563,7 +563,7 @@ class Proposal:
 
 @dataclass
 class BatchGrowth:
-    """Where a `BatchSizeScheduler` stands."""
+    """The state of a `BatchSizeScheduler`."""
 
     batch_size: int
     made: int = 0  # steps of training made
@@ -646,11 +646,11 @@ class BatchSizeScheduler(_Scheduler):
 
     @property
     def lr_multiplier(self) -> float:
-        """How the learning rate follows the batch; in force only with `scale_lr`."""
+        """Factor on the learning rate that follows the batch size; applied only with `scale_lr`."""
         return float(self._settings(self.batch_size)["lr_multiplier"])
 
     def _settings(self, size: int) -> dict[str, Any]:
-        """What the loop needs for a batch of this size."""
+        """The settings of the loop for a batch of this size."""
         multiplier = float((size / self._first) ** POWERS[self.lr_rule or "sqrt"])
         return {"batch_size": size, "accumulation_steps": size // self._micro_batch, "lr_multiplier": multiplier}
 
@@ -737,7 +737,7 @@ class BatchSizeScheduler(_Scheduler):
             self._factors.set(self, self.lr_multiplier)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs so that the same readings lead to the same batches. Waits for readings."""
+        """Returns the state for a checkpoint: the same readings then lead to the same batches. Waits for readings."""
         return super().state_dict() | {
             "start": [self._first, self._micro_batch],
             "proposal": None if self._proposal is None else asdict(self._proposal),
@@ -832,7 +832,7 @@ class DecoupledMomentum:
                     "expected momentum, or the first of betas, as a number between 0 and 1"
                 )
         self.actions: list[Action] = []
-        """What was done so far, oldest first."""
+        """Actions so far, oldest first."""
         self._shift, self._bounds = direction * delta, bounds
         self._sources = SAME_WEIGHTS if source is None else (source,)
         self._monitor = signal if isinstance(signal, Monitor) else None

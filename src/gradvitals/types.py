@@ -21,7 +21,7 @@ Stage = Literal["raw", "unscaled", "clipped"]
 """Which gradients a reading saw: as backward left them, after undoing a loss scale, or after a clip."""
 
 Source = Literal["microbatch", "ranks", "adam", "window"]
-"""Where the samples behind a GSNR came from. Values of different sources are never mixed."""
+"""Source of the samples behind a GSNR. Values of different sources are never mixed."""
 
 SOURCES: tuple[Source, ...] = ("microbatch", "ranks", "adam", "window")
 """All sources, the most trustworthy first: the order in which a reader picks one when not told."""
@@ -33,7 +33,7 @@ LOSSES = ("", "cross_entropy", "nll", "bce", "bce_logits", "mse", "l1", "smooth_
 """Losses that are recognized; ``head/loss`` is the place in this list. ``log`` is a log-likelihood written by hand."""
 
 ACTIVATIONS = ("", "softmax", "sigmoid", "relu", "tanh", "log_softmax", "log_sigmoid")
-"""What a model's output may go through; ``head/activation`` is the place in this list."""
+"""Functions that a model's output may go through; ``head/activation`` is the place in this list."""
 
 
 def json_ready(value: Any) -> Any:
@@ -158,7 +158,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What the rows of per-tensor, per-layer and per-head arrays stand for."""
+    """The names of the rows of per-tensor, per-layer and per-head arrays."""
 
     tensors: tuple[TensorInfo, ...] = ()
     layers: tuple[str, ...] = ()
@@ -185,14 +185,14 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What one step showed. A step with several GSNR sources gives one reading for each of them."""
+    """The numbers of one step. A step with several GSNR sources gives one reading per source."""
 
     step: int
     time: float
     """Seconds since the epoch when the step was read."""
     stage: Stage = "raw"
     source: Source | None = None
-    """Where the samples came from; None for what needs no samples (norms, loss, weights)."""
+    """Source of the samples; None for metrics that need none (norms, loss, weights)."""
     batch_size: float | None = None
     """Samples the values stand for; None where the loop did not tell."""
     values: Mapping[str, float] = field(default_factory=dict)
@@ -269,7 +269,7 @@ class PlainReadings:
 
 
 class Fix(str):
-    """What to do about a finding: a sentence, and the same for a program.
+    """A fix for a finding: a sentence, and the same for a program.
 
     Args:
         text: The sentence.
@@ -297,7 +297,7 @@ class Fix(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What readings mean: one pattern, where it is, since when, on what evidence."""
+    """A pattern in the readings: what it is, where, since when, on what evidence."""
 
     id: str
     severity: Severity
@@ -307,11 +307,11 @@ class Finding:
     last_step: int | None = None
     """None while the pattern goes on."""
     evidence: Mapping[str, Any] = field(default_factory=dict)
-    """What was seen beside what was expected."""
+    """Observed values beside expected ones."""
     causes: tuple[str, ...] = ()
     """Likely causes, the likeliest first."""
     fixes: tuple[str, ...] = ()
-    """What to do, the first thing to try first: a `Fix` if a program can apply it."""
+    """Fixes, the first to try first: a `Fix` if a program can apply it."""
     rank: int | None = None
     found_step: int | None = None
     """The step that reported it, which may be later than the first step it concerns."""
@@ -373,7 +373,7 @@ def _upgraded(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """What was done to the run, or would have been (`taken` is False in a dry run)."""
+    """A change to the run that was made, or would have been (`taken` is False in a dry run)."""
 
     kind: str
     step: int
@@ -383,7 +383,7 @@ class Action:
     after: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
     cost: Mapping[str, Any] = field(default_factory=dict)
-    """What it cost: seconds of the training thread, steps of training lost."""
+    """Its cost: seconds of the training thread, steps of training lost."""
 
     def __str__(self) -> str:
         refused = "would " if self.reason.startswith("dry run") else "no "

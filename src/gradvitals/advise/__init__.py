@@ -38,7 +38,7 @@ class Advised:
     live: bool
     """Whether the run is still being written."""
     root: Finding | None
-    """What `gradvitals doctor` names first, which comes before any setting; None if the run is healthy."""
+    """The first finding of `gradvitals doctor`, which comes before any setting; None if the run is healthy."""
     learning_rate: Advice
     max_grad_norm: Advice
     batch_size: Advice

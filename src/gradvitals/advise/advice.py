@@ -45,11 +45,11 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What a run suggests for one setting."""
+    """The advice of a run for one setting."""
 
     topic: str = ""
     answer: str
-    """What to do, in a sentence or two; or what the run does not show, and why."""
+    """The advice in a sentence or two; or what the run does not show, and why."""
     confidence: Confidence = "none"
     """`none` if the run does not show it."""
     because: str = ""
@@ -59,7 +59,7 @@ class Advice:
     figures: Sequence[Figure] = ()
     """The evidence."""
     notes: Sequence[str] = ()
-    """What to know before following it."""
+    """Limits of the advice."""
 
     @property
     def can_tell(self) -> bool:

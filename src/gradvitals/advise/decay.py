@@ -1,4 +1,4 @@
-"""Where to decay the learning rate: where the GSNR has dropped, by the manual's rule, and the loss has leveled out."""
+"""Finds the step to decay the learning rate at: the GSNR has dropped, and the loss has leveled out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEVEL = 0.01
 SURE = 0.02
 """Share of itself that the error of its fall may be, at two standard errors."""
 FACTOR = 4.0
-"""How far the GSNR has to have dropped, by intervals that share no reading."""
+"""Factor by which the GSNR must have dropped, by intervals that share no reading."""
 MIN_READINGS = 5
 """The fewest readings in a GSNR."""
 YOUNG = 0.1
@@ -39,7 +39,7 @@ Drop = tuple[Average, Average] | None
 
 
 class Course(NamedTuple):
-    """How the loss went over the last stretch at a learning rate that did not decay."""
+    """The loss over the last stretch with a constant learning rate."""
 
     known: bool
     level: bool

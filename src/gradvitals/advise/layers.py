@@ -34,7 +34,7 @@ NOTABLE = 0.01
 GROWN = 10.0
 """Times its norm early in the run, beyond what the median layer's has grown by."""
 WEAK = 10.0
-"""How far below the model's GSNR that of a layer lies, by their intervals."""
+"""Distance by which a layer's GSNR must lie below the model's, by their intervals."""
 MAX_BROKEN = 0.2
 """Share of steps with gradients that are not finite, beyond which single layers say nothing."""
 NEAR_EPS = 10.0
@@ -49,7 +49,7 @@ class Need(NamedTuple):
     text: str
     to_do: str
     weight: float
-    """How far it is out, as a factor: the worst come first."""
+    """Distance from the model, as a factor: the worst come first."""
     values: dict[str, Any]
 
 
@@ -92,7 +92,7 @@ class Layers(NamedTuple):
     record: Record
     names: tuple[str, ...]
     since: int
-    """Where the second half of the run begins."""
+    """First step of the second half of the run."""
     readings: int
     """Per-tensor readings in it."""
     share_broken: float

@@ -62,7 +62,7 @@ class Series:
         return Series(self.steps[mask], self.values[mask])
 
     def since(self, step: float) -> Series:
-        """What is from a step on."""
+        """The part from a step on."""
         return self.chosen(self.steps >= step)
 
     def at(self, steps: Steps) -> Floats:
@@ -139,7 +139,7 @@ class Record:
 
     @cached_property
     def root(self) -> Finding | None:
-        """What `gradvitals doctor` names first, unless the run is healthy; how a run ended needs no advice."""
+        """The first finding of `gradvitals doctor`; None if the run is healthy, or if only its end was found."""
         ranked = judge_run(self.run, self.findings).ranked
         return next((item.finding for item in ranked if item.weight != "info" and item.finding.id not in ENDS), None)
 

@@ -37,7 +37,7 @@ SURE = 4.0
 
 
 class Start(NamedTuple):
-    """How a run began. Steps are counted from its first one; None is not known."""
+    """The start of a run. Steps are counted from its first one; None if unknown."""
 
     used: int
     peak_lr: float
@@ -46,11 +46,11 @@ class Start(NamedTuple):
     signal: int | None
     """Steps without a GSNR above zero."""
     restless: str
-    """What was read and did not settle; empty if everything did."""
+    """Metrics that were read and did not settle."""
     seen: int | None
     """The step at which the GSNR was first known to be above zero."""
     harm: str
-    """What went wrong in the first steps; empty if nothing did."""
+    """Problems of the first steps."""
 
 
 @advises_on("warmup", NAMES)

@@ -1,4 +1,4 @@
-"""What commands share: the RUN argument, strict JSON, and text made for the screen at hand."""
+"""Shared by commands: the RUN argument, strict JSON, and text made for the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backward shows: its passes, discarded gradients, optimizers that alternate, the gradient of the first layer."""
+"""Follows backward: its passes, discarded gradients, alternating optimizers, the gradient of the first layer."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
 
 _NAMES: dict[str, Any] = vars(clip_grad)
-"""Where the functions that clip look up names."""
+"""Namespace in which the functions that clip look up names."""
 
 MOST_SAMPLES = 10_000
 """Up to so many samples, an accuracy is known as a multiple of 1/n; for more, any number is close to one."""
 
 
 class Listener(Protocol):
-    """What is called with the events of these hooks: a StepRecorder."""
+    """A receiver of the events of these hooks: a StepRecorder."""
 
     def on_total_norm(self, grads: Sequence[Tensor], norms: Sequence[Tensor] | None, joined: Tensor | None) -> None:
         """The L2 norm of these gradients was computed. With it, their own norms, one by one or joined, if known."""

@@ -43,9 +43,9 @@ from gradvitals.collect.wrapper import Wrapper, is_compiled
 from gradvitals.metrics import INSPECTED
 
 PLACES = {name: place for place, name in enumerate(INSPECTED)}
-"""Where the journal has each number."""
+"""Place of each number in the journal."""
 LATER = ("head/purity", "target/nonfinite", "target/purity", "target/dominant")
-"""What is read of the targets after the first steps."""
+"""Facts about the targets that are still read after the first steps."""
 
 FIRST_STEPS = 10
 """Steps from the start that are inspected."""
@@ -92,12 +92,12 @@ class Inspection:
         self._counts: Tensor | None = None
         self._sums: tuple[Tensor, Tensor, int] | None = None
         self._hidden: dict[int, int] | None = None
-        """How often each tensor was changed that no optimizer is known to hold."""
+        """Version counters of tensors that no known optimizer holds."""
         self._failed = False
         self._lost: set[str] = set()
         """Groups of numbers that an unusual graph has made fail: not read again."""
         self._held: tuple[Tensor, float, int] | None = None
-        """What the first layer was fed at the last inspected step, its checksum, and how often it was drawn anew."""
+        """Input of the first layer at the last inspected step, its checksum, and how often it was drawn again."""
 
     def arm(self, *, first: bool) -> None:
         """Inspect the next backward pass.

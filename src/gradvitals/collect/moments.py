@@ -49,7 +49,7 @@ class _State(NamedTuple):
     steps: list[Tensor]
     betas: dict[int, tuple[float, float]]
     kept: list[tuple[nn.Parameter, dict[str, Any], Tensor, Any]]
-    """Where each was found, to check whether it is still there."""
+    """Place at which each was found, to check that it is still there."""
     groups: list[Any]
     """The betas of every group."""
 
@@ -257,7 +257,7 @@ def _medians(ratios: Tensor, lengths: Tensor, alive: Tensor) -> Tensor:
 
 
 REPORTED = {"norm": "square", "first_moment": "first", "second_moment": "second", "adam_step": "step"}
-"""What the numbers of a `Vitals` are called there, if not as in `metrics.SUMS`."""
+"""Names of the numbers of a `Vitals` that differ from those in `metrics.SUMS`."""
 
 
 class VitalSums:

@@ -34,7 +34,7 @@ from gradvitals.worker.record import OptimizerStep, StepRecord
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What an optimizer is about to step with, still on the device, for a Guard."""
+    """The gradients that an optimizer is about to step with, still on the device, for a Guard."""
 
     norms: Sequence[tuple[Sequence[int], Sequence[Tensor] | Tensor]]
     """Norms of its gradients before clipping: rows, and a vector or a list of single numbers."""

@@ -45,7 +45,7 @@ SEPARATE_NAMES = (
 
 @dataclass(frozen=True)
 class HeadView:
-    """How one weight is cut into attention heads: equal slices, each of one head."""
+    """The cut of one weight into attention heads: equal slices, one per head."""
 
     row: int
     heads: tuple[int, ...]

@@ -77,14 +77,14 @@ class PlainRecorder:
     def _start_step(self) -> None:
         self._reads_norm = next(self._planned, False)
         self.losses: list[Any] = []
-        """What the queue keeps of every observed loss."""
+        """The observed losses, as the queue keeps them."""
         self.passes: list[int] = []
         """The backward passes before each of them."""
         self.norms: Tensor | None = None
         self.read_at = -1
         """After how many backward passes the gradients were looked at."""
         self.norm_seconds = 0.0
-        """What it took to read norms that the loop did not compute itself."""
+        """Seconds spent on norms that the loop did not compute itself."""
         self.clipped = False
         self.max_norm: float | None = None
 

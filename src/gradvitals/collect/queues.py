@@ -1,4 +1,4 @@
-"""Where the numbers of plain steps go: in host memory they are written at once, on a device joined for 32 steps."""
+"""Queues for plain steps: in host memory each step is written at once, on a device 32 steps are joined."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ WritePlain = Callable[[bytes, int], None]
 """Takes plain steps in a row, as `encode_plain` makes them, and how many they are."""
 
 LOSS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What a queue keeps losses of without losing digits."""
+"""Dtypes of losses that a queue keeps without losing digits."""
 
 
 class HostQueue:
-    """Where the numbers of steps go if they are in host memory: each step is written as it ends.
+    """The queue for numbers in host memory: each step is written as it ends.
 
     Args:
         rows: The row of the model that each norm belongs to.
@@ -41,7 +41,7 @@ class HostQueue:
     def __init__(self, rows: Sequence[int], write: WritePlain) -> None:
         packed = pack_rows(rows)
         self._heads = plain_head(packed, 1, 0), plain_head(packed, 1, len(rows))
-        """What comes before a step without norms, and before one with them."""
+        """Bytes before a step without norms, and before one with norms."""
         self._write = write
 
     def keep_loss(self, loss: Any) -> Any:
@@ -73,7 +73,7 @@ class HostQueue:
 
 
 class DeviceQueue:
-    """Where the numbers of steps go if they are on a device: a step launches one copy of each loss, and no more.
+    """The queue for numbers on a device: a step launches one copy of each loss, and nothing else.
 
     Args:
         rows: The row of the model that each norm belongs to.
@@ -157,7 +157,7 @@ class PlainBlock:
     loss_steps: list[int]
     """The place of the step that each loss belongs to."""
     shares: list[float]
-    """What it counts for in that step's loss."""
+    """The weight of each loss in that of its step."""
     norm_steps: list[int]
     """Places of the steps with norms."""
 

@@ -133,7 +133,7 @@ class StepRecorder:
         self._plain: PlainRecorder | None = None
         """The step in progress, if it has been plain so far."""
         self._plain_steps: PlainRecorder | None = None
-        """What records all plain steps."""
+        """The recorder of all plain steps."""
         self._present: list[int] = []
         """The rows that had a gradient when a step could last have been plain."""
         self._losses_add_up = False
@@ -272,7 +272,7 @@ class StepRecorder:
 
     @property
     def observes(self) -> int:
-        """How often the loop has observed a loss in this step."""
+        """Number of losses that the loop has observed in this step."""
         return self._observes if self._plain is None else len(self._plain.losses)
 
     # -- plain steps --------------------------------------------------------------------------------------------

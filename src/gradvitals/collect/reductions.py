@@ -288,7 +288,7 @@ MOST_LAYOUTS = 2**16
 """Memory layouts that are remembered."""
 
 FUSED = ("norm", "largest", "nonzero", "nonfinite", "inner")
-"""What kernels read of a tensor in one pass, in their order of rows."""
+"""The sums that kernels read of a tensor in one pass, in their order of rows."""
 
 
 class FusedReducer:

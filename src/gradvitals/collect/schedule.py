@@ -62,7 +62,7 @@ def is_due(step: int, every: int, factor: int = 1, young_every: int | None = Non
 
 
 class Due(NamedTuple):
-    """What is due at a step."""
+    """The readings that are due at a step."""
 
     full: bool
     """A per-tensor reading."""

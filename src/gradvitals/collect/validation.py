@@ -47,7 +47,7 @@ class Validation:
         self._silent = 0
         self._evaluations = 0
         self._fed: weakref.ref[Tensor] | None = None
-        """What the model was called with first since the script last built a graph."""
+        """First input of the model since the script last built a graph."""
         self._graphs = -1
         """Autograd's count of nodes then."""
         self.has_evaluated = False

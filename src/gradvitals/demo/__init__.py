@@ -21,7 +21,7 @@ MICRO_BATCH_SIZE = 8
 WARMUP_STEPS = 20
 LEARNING_RATE = 3e-3
 TOO_HIGH = 100
-"""How many times too high the learning rate of the fault `lr` is."""
+"""Factor by which the learning rate of the fault `lr` is too high."""
 TENSOR_EVERY = 10
 
 Fault = Literal["stale", "lr", "none"]
@@ -30,7 +30,7 @@ FAULTS: dict[Fault, str] = {
     "lr": f"the learning rate is {TOO_HIGH} times too high",
     "none": "no bug",
 }
-"""What can be planted."""
+"""The faults that can be planted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class DemoSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """What ran."""
+    """The result of a run."""
 
     path: Path
     fault: Fault

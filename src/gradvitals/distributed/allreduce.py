@@ -61,7 +61,7 @@ WINDOW_NUMBERS = 3 + NUM_BLOCKS + 1
 
 @dataclass(frozen=True)
 class Kind:
-    """What a step records; the same on all ranks."""
+    """The layout of a step's record; the same on all ranks."""
 
     full: bool
     detail: bool
@@ -263,10 +263,10 @@ STEPS_TOGETHER = 8
 
 ROLL_CALL_SECONDS = 5.0
 ROLL_CALL_PAUSE = 1.0
-"""How long to wait for the remaining ranks to respond after some are lost: in all, and for each further one."""
+"""Time to wait for the remaining ranks to respond after some are lost: in all, and per further one."""
 
 LOST_WORDS = ("connection", "peer", "socket", "gloo", "nccl", "timed out", "broken pipe")
-"""What errors of collectives mention when a rank is gone."""
+"""Words in the errors of collectives when a rank is gone."""
 
 HEADER_NUMBERS = 7
 """Numbers that ranks compare before they add up a chunk."""

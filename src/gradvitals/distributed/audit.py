@@ -427,7 +427,7 @@ SHARED = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one audit gathered from W ranks, which are D data-parallel workers and hold C classes of replicas."""
+    """The fingerprints of one audit from W ranks: D data-parallel workers that hold C classes of replicas."""
 
     norms: Floats
     """[D] Norms of the workers' own gradients; NaN if not known."""
@@ -449,7 +449,7 @@ class Seen:
 
 @dataclass
 class Memory:
-    """What one audit remembers for the next."""
+    """The state from one audit to the next."""
 
     rng_equal: bool = False
     """Whether the random numbers of all ranks were once in the same state, and most still are."""

@@ -21,11 +21,11 @@ from gradvitals.distributed.topology import Topology
 from gradvitals.types import Finding
 
 LISTEN_SECONDS = 0.5
-"""How often the first rank checks whether another one reported an error."""
+"""Interval at which the first rank checks whether another one reported an error."""
 LOOKS = 6
 """How often `is_still` checks, at twice that rate, whether training makes steps."""
 WAIT_SECONDS = 5.0
-"""How long a rank that stops waits until the first rank has stored its error."""
+"""Longest time a rank that stops waits until the first rank has stored its error."""
 
 _said: collections.Counter[str] = collections.Counter()
 

@@ -75,7 +75,7 @@ class Holdings:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What every rank tells all others when watching starts. Small: a thousand ranks read a thousand of them."""
+    """The facts that every rank sends to all others at the start. Small: a thousand ranks read a thousand of them."""
 
     version: str
     settings: Mapping[str, str]
@@ -193,7 +193,7 @@ def fingerprint(text: str) -> str:
 
 
 EXCHANGE_SECONDS = 1800.0
-"""How long a rank may be behind before the others stop exchanging numbers with it. Training does not wait."""
+"""Longest time a rank may be behind before the others stop exchanging numbers with it. Training does not wait."""
 
 _rendezvous_count: collections.Counter[tuple[int, ...]] = collections.Counter()
 

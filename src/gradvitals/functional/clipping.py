@@ -1,4 +1,4 @@
-"""How far to clip a gradient: to a fixed norm, by the z-score of its norm, or each tensor by its own past."""
+"""Clipping of gradients: to a fixed norm, by the z-score of the norm, or per tensor by its own history."""
 
 from __future__ import annotations
 

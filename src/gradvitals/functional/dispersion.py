@@ -1,4 +1,4 @@
-"""How far apart the workers of a distributed run are, by the norms of their own gradients before the reduction."""
+"""The spread of the workers of a distributed run, from the norms of their own gradients before the reduction."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def _from_norms(mean_sq_norm: ArrayLike, sq_norm_of_mean: ArrayLike, num_samples
 
 
 class _Sums(NamedTuple):
-    """What one pass over the samples leaves; c_t is sample t less the mean, A the sum of c_t c_t'."""
+    """Sums from one pass over the samples; c_t is sample t minus the mean, A the sum of c_t c_t'."""
 
     sq_norm_of_mean: float
     spread: float
@@ -257,7 +257,7 @@ def _sums(rows: Tensor, *, moments_only: bool = False) -> _Sums:
 
 
 def _shape_of_noise(sums: _Sums, num_samples: int) -> tuple[float, float, float]:
-    """What `gsnr_interval` asks for: effective dimension, alignment of the mean with the noise, heaviness."""
+    """The inputs of `gsnr_interval`: effective dimension, alignment of the mean with the noise, heaviness."""
     if num_samples < 4:
         return 1.0, 1.0, 0.0
     n = num_samples - 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Sums(NamedTuple):
-    """What is known of T samples of one or several tensors."""
+    """Sums over T samples of one or several tensors."""
 
     sq_norm_of_mean: float
     """Squared norm of the samples' mean."""

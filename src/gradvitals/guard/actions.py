@@ -1,4 +1,4 @@
-"""What a Guard does to training: wraps `optimizer.step`, checks it on the host or the device, clips, skips."""
+"""The actions of a Guard: wraps `optimizer.step`, checks it on the host or the device, clips, skips."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _mean(losses: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What the host knows of a step when it judges it: at once, or later if the device has decided it."""
+    """Facts about a step for its judgment on the host: at once, or later if the device has decided it."""
 
     step: int
     limit: float  # limit of the norm at that step
@@ -208,7 +208,7 @@ class DeviceCheck:
         return found
 
     def state_later(self) -> Callable[[], list[dict[str, Any]]]:
-        """What is pending, as a function that waits for it on another thread."""
+        """Returns a function that waits on another thread for what is pending."""
         pending = list(self._pending)
         return lambda: [asdict(_result(*one)) for one in pending]
 
@@ -441,7 +441,7 @@ class StepWrapper:
         self._marked, self._scaler_found_inf = False, None
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learned; values that are not on the host yet are functions that wait for them."""
+        """Its learned state; values that are not on the host yet are functions that wait for them."""
         learned = {"baseline": asdict(self.baseline), "clipper": self.clipper.state_dict(), "is_new": self.is_new}
         return {**learned, "lr_limit": self.lr_limit, "pending": self.check.state_later()}
 
@@ -566,7 +566,7 @@ class BufferBackup:
         copy_all(pairs)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learned; the peaks as a function that waits for the device."""
+        """Its learned state, with the peaks as a function that waits for the device."""
         peaks = self._peaks.clone()
         return {"count": self.count, "changing": list(self._changing), "peaks": lambda: peaks.tolist()}
 
@@ -702,7 +702,7 @@ class SkippedTicks:
             tracker.sub_(1 if skips is None else skips.to(tracker))
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has seen of the schedulers."""
+        """Returns the state of the schedulers when last seen."""
         return {name: [getattr(one, name) for one in self._schedulers] for name in ("each_step", "started")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

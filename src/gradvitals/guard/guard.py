@@ -136,7 +136,7 @@ class Guard:
         """Steps of training that count: without skipped ones, and reset by a rollback. If the device decides, some of
         the last steps may still turn out to be skipped."""
         self.snapshots = 0
-        """How many snapshots were taken so far."""
+        """Number of snapshots taken so far."""
         self._earlier: list[Action] = []  # actions from before a resume
         self._num_problems = 0  # of snapshots, as far as they were reported
         self._attached = self._active = self._closed = False
@@ -252,12 +252,12 @@ class Guard:
 
     @property
     def actions(self) -> list[Action]:
-        """What was done so far, would have been in a dry run, or was withheld; after `resume`, also from before it."""
+        """Actions so far: taken, proposed in a dry run, or withheld; after `resume`, also those from before it."""
         done = self._monitor.actions if self._attached else ()
         return [*self._earlier, *(action for action in done if action.kind in GUARD_KINDS)]
 
     def summary(self) -> str:
-        """What the Guard did, in a few lines."""
+        """A summary of the Guard's actions in a few lines."""
         return summarize_actions(self.actions)
 
     def __str__(self) -> str:
@@ -291,7 +291,7 @@ class Guard:
         return self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """What the Guard has learned and may still do, for a checkpoint of your own."""
+        """The Guard's learned state and remaining budget, for a checkpoint of your own."""
         self._expect_run()
         return {"version": STATE_VERSION, **resolve(self._state())}
 
@@ -763,7 +763,7 @@ class Guard:
     # -- its state ----------------------------------------------------------------------------------------------------
 
     def _extra(self) -> dict[str, Any]:
-        """What a snapshot holds beside the training state."""
+        """The contents of a snapshot besides the training state."""
         monitor = {"monitor": self._monitor.state_soon()} if self._folder is not None else {}
         return {"guard": self._state(), **monitor}
 

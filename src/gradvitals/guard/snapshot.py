@@ -377,7 +377,7 @@ class SnapshotStore:
         return (f"rank{rank}/" if name in plain["own"] else self._common) + name
 
     def _all(self, call: Callable[[], Any]) -> list[Any]:
-        """What the call returns on every rank. If it raises on one, it raises on all."""
+        """Returns the results of the call on all ranks. If it raises on one, it raises on all."""
         value, error = None, None
         try:
             value = call()
@@ -477,7 +477,7 @@ def _reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Restored:
-    """What the run went back to."""
+    """The snapshot that the run went back to."""
 
     step: int  # steps of training that were done when the snapshot was taken
     extra: Mapping[str, Any]  # what was given to `take` then
@@ -543,7 +543,7 @@ class SnapshotManager:
         return next((one for one in reversed(self._healthy) if before is None or one.step <= before), None)
 
     def moves(self, lr_sum: float) -> dict[str, float]:
-        """How far each parameter has moved since the newest healthy snapshot, over how far it moved before that.
+        """Returns the distance of each parameter from the newest healthy snapshot, divided by the last two's.
 
         Both in relation to the sum of learning rates. Empty if there are no two snapshots to compare.
         """

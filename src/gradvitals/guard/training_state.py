@@ -173,7 +173,7 @@ class TrainingState:
         return plain, tensors
 
     def read_settings(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What schedulers and scalers change after the optimizer's step: hyperparameters, and their own state."""
+        """Values that schedulers and scalers change after the optimizer's step: hyperparameters and their own state."""
         tensors: dict[str, Tensor] = {}
         groups = [
             [
@@ -187,7 +187,7 @@ class TrainingState:
         return {"groups": groups, "schedulers": schedulers, "scaler": scaler}, tensors
 
     def parts(self) -> dict[str, Any]:
-        """What the run is made of, by class and name; a snapshot fits only the same."""
+        """The parts of the run, by class and name; a snapshot fits only the same parts."""
         names = {parameter: name for name, parameter in self.parameters().items()}
         sharding = [one for one in self.optimizers if stepping(one) is not one]
         return {

@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Notes:
-    """What went wrong while reading."""
+    """Problems while reading."""
 
     unreadable: int = 0
     """Rows that could not be read."""

@@ -1,4 +1,4 @@
-"""What integrations share: backward passes and their losses, sharded models, values for other logs."""
+"""Shared by integrations: backward passes and their losses, sharded models, values for other logs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class BackwardPasses:
 
 
 class TorchEvents(threading.local, torch_hooks.Listener):
-    """What the hooks of `collect.hooks` show besides: scaled losses, autocast, clipping. Each thread has its own."""
+    """Further events of `collect.hooks`: scaled losses, autocast, clipping. Each thread has its own."""
 
     def __init__(self) -> None:
         self.scaled: deque[torch.amp.GradScaler] = deque(maxlen=64)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read. They sum in float32 within a chunk and in float64 across chunks."""
+"""The sums that kernels read. They sum in float32 within a chunk and in float64 across chunks."""
 
 
 class _State:

@@ -88,7 +88,7 @@ def _prepare(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class Reduction:
-    """What a variance-reduced step needs besides, on the device; tensors per parameter are given by their addresses."""
+    """Further inputs of a variance-reduced step, on the device; tensors per parameter are given by their addresses."""
 
     ratios: Tensor
     """Sums of the signal-to-noise ratios, and their counts; see `vrgd.sum_ratios`."""
@@ -106,7 +106,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` computes for `update`, on the device."""
+    """The numbers that `prepare` computes for `update`, on the device."""
 
     coefficients: Tensor
     common: Tensor

@@ -19,7 +19,7 @@ from gradvitals.kernels.tables import ALIGNMENT, Addresses, Chunks, upload
 
 @dataclass(frozen=True)
 class Vitals:
-    """What one step measured of the parameters of one group, device and dtype."""
+    """The measurements of one step for the parameters of one group, device and dtype."""
 
     parameters: Sequence[Tensor]
     numbers: Mapping[str, Tensor]

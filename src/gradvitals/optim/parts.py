@@ -35,7 +35,7 @@ BLOCK_BYTES = 256 * 2**20  # size of a block of parameters, which bounds the tem
 
 @dataclass(frozen=True)
 class Kind:
-    """What the parameters of a block have in common."""
+    """The properties that all parameters of a block share."""
 
     group: int
     device: torch.device

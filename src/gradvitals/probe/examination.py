@@ -49,9 +49,9 @@ class Probe:
     about: dict[str, Any]
     """The model, the data and how they were examined."""
     verdict: list[dict[str, Any]]
-    """What the answers mean, worst first."""
+    """Conclusions from the answers, worst first."""
     notes: list[str]
-    """What differs from the request."""
+    """Differences from the request."""
     signal: Answer = None
     layers: Answer = None
     samples: Answer = None

@@ -59,7 +59,7 @@ class Activations(TorchFunctionMode):
         self.model = model
         self.found: dict[Key, Activation] = {}
         self.notes: dict[str, None] = {}
-        """What could not be observed, once each."""
+        """Names of what could not be observed, once each."""
         self._left_out: set[Key] = set()
         self._modules: list[tuple[str, nn.Module]] = []
         """The modules whose forward is running, the innermost last."""

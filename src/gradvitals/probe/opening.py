@@ -1,4 +1,4 @@
-"""Where data enter a model, and the model as a function of what enters there.
+"""The places at which data enter a model, and the model as a function of these inputs.
 
 Saliency and robustness both ask what happens to the loss when the data change a little. Numbers, such as an image or a
 row of a table, change at the model's input. Tokens cannot change a little, so the vectors change that the model's
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 class Opening:
-    """Where one batch enters the model; `run` calls the model with other values at that place.
+    """The place at which one batch enters the model; `run` calls the model with other values there.
 
     The place is the first tensor of data that the model is called with. If it holds whole numbers, the place is the
     output of the `torch.nn.Embedding` that looks these numbers up. Only the first call of the model inside the loss

@@ -1,4 +1,4 @@
-"""What a probe must not change: weights, gradients, modes, buffers, hooks and random states."""
+"""Keeps what a probe must not change: weights, gradients, modes, buffers, hooks and random states."""
 
 from __future__ import annotations
 

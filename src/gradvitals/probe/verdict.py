@@ -1,4 +1,4 @@
-"""What the answers mean, worst first. Plain records in, plain records out."""
+"""Conclusions from a probe's answers, worst first. Takes and returns plain records."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ class Entry:
     causes: tuple[str, ...] = ()
     """Likely causes, the commonest first."""
     fixes: tuple[str, ...] = ()
-    """What to do, the first thing to try first."""
+    """Fixes, the first to try first."""
     severities: tuple[Severity, ...] = ()
     """Those that the rule's source names."""
     passed: str = ""
-    """What holds if the check passed."""
+    """The statement that holds if the check passed."""
     reference: str = ""
     needs: tuple[str, ...] = ()
     min_steps: int = 0
@@ -143,7 +143,7 @@ NAMED = {
     "unread": "The steps before it were", "known_loss": "", "instead": "", "activation": "bounded activation",
     "given": "something else", "noise": "the noise scale", "dtype": "adjacent", "twin": "M",
 }  # fmt: skip
-"""What stands in a text for a name of a run, and how it reads about no run in particular."""
+"""Placeholders in texts, each with the words that stand for it if there is no run."""
 LOSS_FUNCTION = re.compile(r"\{loss\}(?= (?:applies|expects))|(?<=before )\{loss\}")
 ASIDE = re.compile(r" \((?!\{)[^()]*\{\w+[^{}]*\}[^()]*\)")
 SETTINGS = r"\{(?:lr|max_norm|limit|clips_at|weight_decay|decay_|momentum|dropout|peak_lr)\w*\}"

@@ -33,7 +33,7 @@ SAME = 1e-6
 METRICS = {"loss": "losses", "grad/norm": "gradient norms", "lr": "learning rates"}
 MAX_SETTINGS = 20
 NAMES = {"extra.program": "script", "extra.model": "model"}
-"""What settings are called that `gradvitals run` keeps."""
+"""Names of the settings that `gradvitals run` keeps."""
 IGNORED = ("config.quiet", "config.worker", "config.extra", "extra.command")
 """Settings that say nothing about training."""
 
@@ -76,7 +76,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDiff:
-    """How two runs differ. Prints itself.
+    """The differences between two runs. Prints itself.
 
     Example:
         >>> print(gv.diff("runs/before", "runs/after"))  # doctest: +SKIP

@@ -208,7 +208,7 @@ NAMES = {
     "lr": "learning rate",
     "gsnr": "GSNR",
 }
-"""What numbers are called whose names in the evidence are short."""
+"""Full names of numbers that the evidence names in short."""
 NAMES_IN: Mapping[str, Mapping[str, str]] = {
     "update_ratio": {"ratio": "update over weight norm"},
     "lr_too_high": {"ratio": "update over weight norm"},
@@ -216,10 +216,10 @@ NAMES_IN: Mapping[str, Mapping[str, str]] = {
     "explosion": {"ratio": "norm over its baseline", "sensitivity": "loss change of a random step"},
     "vanishing": {"share": "weakest layer over the strongest"},
 }
-"""What a number is called in the findings of one rule."""
+"""Names of numbers in the findings of one rule."""
 
 LIMIT = re.compile(r"(under|below|over|above) ([-+.,\deE]+)(%?)")
-"""What a healthy number is like, if it has one limit."""
+"""Matches the words for a healthy number with one limit."""
 
 GUARD_KINDS = frozenset({"clip", "skip", "trial", "roll_back", "hold_lr"})
 """The actions of a Guard; schedules keep their own actions in the same record."""

@@ -99,7 +99,7 @@ def newest_runs(count: int, folder: Path | None = None, *, without: Iterable[Pat
 
 @dataclass(frozen=True, kw_only=True)
 class RunLine:
-    """What `gradvitals ls` shows of a run."""
+    """A line of `gradvitals ls`."""
 
     name: str
     path: str

@@ -30,7 +30,7 @@ POLL_SECONDS = 0.5
 END_SECONDS = 1.0
 """Between two looks whether a run has ended, which need not wait for the next line."""
 HALF_WRITTEN_SECONDS = 10.0
-"""How long a file that is no run yet may be one that is being created."""
+"""Time for which a file that is not a run yet may be one that is being created."""
 
 # -- reading a run as it grows -------------------------------------------------------------------------------------
 

@@ -74,10 +74,10 @@ NONFINITE = ("nonfinite", "loss_nonfinite")
 
 @dataclass(frozen=True, kw_only=True)
 class Checks:
-    """What every rule had to say, besides the findings."""
+    """The result of every rule, besides the findings."""
 
     passed: Mapping[str, str]
-    """What holds, by the id of the rule that looked and found nothing."""
+    """Statements that hold, by the id of the rule that checked and found nothing."""
     skipped: Mapping[str, Sequence[str]]
     """Ids of the rules that could not look, by the reason."""
     until: int | None
@@ -85,7 +85,7 @@ class Checks:
 
     @property
     def num_skipped(self) -> int:
-        """How many checks were skipped."""
+        """Number of checks that were skipped."""
         return sum(map(len, self.skipped.values()))
 
     @property
@@ -95,7 +95,7 @@ class Checks:
 
     @property
     def counted(self) -> str:
-        """How many checks passed and were skipped, in words."""
+        """The numbers of checks that passed and were skipped, in words."""
         until = "" if self.until is None or not self.passed else f" up to step {self.until:,}"
         return f"{plural(len(self.passed), 'check')} passed{until}, {self.num_skipped} skipped"
 
@@ -153,12 +153,12 @@ class Report:
 
     @cached_property
     def monitoring(self) -> tuple[Finding, ...]:
-        """What gradvitals reports about itself."""
+        """Findings about gradvitals itself."""
         return self_reports(self.run.findings)
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """What a Guard or a schedule did, or would have done."""
+        """Actions that a Guard or a schedule took or proposed."""
         return tuple(self.run.actions)
 
     @cached_property

@@ -110,7 +110,7 @@ def layer_kinds(tensors: Sequence[TensorInfo]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Table:
-    """What to read for a heatmap, and how to compute its rows from that."""
+    """The metrics that a heatmap reads, and the function that computes its rows."""
 
     metrics: tuple[str, ...]
     kind: Kind

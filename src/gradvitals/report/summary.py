@@ -31,7 +31,7 @@ KINDS_WITH_INTERVALS: tuple[tuple[Kind, str], ...] = (("tensors", "tensor"), ("l
 ALIKE = 0.01
 """Values within this share of each other are alike."""
 MAX_WORST = 5
-"""How many tensors each list of the worst ones names."""
+"""Number of tensors in each list of the worst ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Summary:
     gsnr_caveat: str
     """Why the GSNR must not be taken at face value; empty if it can be."""
     blown_up: str
-    """How the run blew up, so that the GSNR of its layers means nothing; empty if it did not."""
+    """The reason why the GSNR of the layers means nothing, if the run blew up; else empty."""
     largest_spike: Spike | None
     layers_step: int | None
     layers: tuple[LayerRow, ...]
@@ -171,7 +171,7 @@ class Summary:
 
     @property
     def gsnr_origin(self) -> str:
-        """What the GSNR of layers is from, and the batch size it stands for."""
+        """Source of the layers' GSNR, and the batch size it stands for."""
         at = f" at batch size {number(self.gsnr_batch_size)}" if self.gsnr_batch_size is not None else ""
         return f"GSNR from {self.gsnr_source}{at}"
 

@@ -62,7 +62,7 @@ class Sink:
         """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """What one step showed.
+        """The reading of one step.
 
         Args:
             metrics: By metric id: ``loss``, ``grad/norm``, ``gsnr`` and so on for the whole model,
@@ -74,7 +74,7 @@ class Sink:
         """A finding that has opened (its `last_step` is None), got worse, or closed."""
 
     def action(self, action: Action) -> None:
-        """What a Guard or a schedule did, or would have done."""
+        """An action that a Guard or a schedule took or proposed."""
 
     def close(self) -> None:
         """The run is over: write what is left."""

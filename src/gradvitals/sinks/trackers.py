@@ -163,7 +163,7 @@ class Trackio(TrackerSink):
 BATCH = 500
 """Metrics that are sent together at most; MLflow takes 1,000."""
 BATCH_SECONDS = 5.0
-"""How long they wait for others."""
+"""Longest time that metrics wait for others."""
 LONGEST_KEY = 250
 
 

@@ -1,4 +1,4 @@
-"""How readings are laid out as bytes and read back: frames, the groups that hold them, blocks and the tail."""
+"""The layout of readings as bytes: frames, the groups that hold them, blocks and the tail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_CHUNK_BYTES = 32 << 20
 
 
 class GroupKey(NamedTuple):
-    """What frames must share to stand in the same blocks."""
+    """The properties that frames of the same blocks share."""
 
     kind: Kind
     source: str | None
@@ -106,7 +106,7 @@ def transposed(blobs: list[bytes], key: GroupKey) -> list[bytes]:
 
 @lru_cache(maxsize=256)
 def block_frames(num_columns: int, num_rows: int) -> int:
-    """How many frames to gather into blocks: about 256, chosen so that blocks fill SQLite's pages.
+    """Returns the number of frames per block: about 256, chosen so that blocks fill SQLite's pages.
 
     A cell that is a little over half a page leaves the other half empty: 256 frames of 2 columns would take
     8 bytes a value. The sizes follow "B-tree Pages" and "Overflow" in SQLite's file format document.
@@ -149,7 +149,7 @@ def load_layout(layers: str, heads: str, details: str) -> Layout:
 
 
 def finding_key(finding: Finding) -> str:
-    """What makes two findings the same one, at different times: id, rank, first step, and what it is about."""
+    """Returns the identity of a finding over time: id, rank, first step, and its subject."""
     identity = dump_json([finding.id, finding.rank, finding.first_step, finding.evidence.get("about")])
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
@@ -184,7 +184,7 @@ class Span(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What some frames of one group hold; the first axis of `data` goes with `steps`."""
+    """Some frames of one group; the first axis of `data` goes with `steps`."""
 
     steps: NDArray[np.int64]
     readings: NDArray[np.int64]
@@ -291,7 +291,7 @@ def read_info(db: sqlite3.Connection, group: Group, span: Span, *, name: Literal
 
 
 def read_places(db: sqlite3.Connection, group: Group, span: Span) -> list[Place]:
-    """Where the frames of a group are; those of the tail with their numbers, as the writer may move them any time."""
+    """Places of a group's frames; those in the tail come with numbers, as the writer may move them any time."""
     places = []
     chunk_part = "id, num_frames, steps, readings, times, batch_sizes"
     chunks, tail = _chunks_and_tail(db, group, span, chunk_part, "step, reading, time, batch_size, data")

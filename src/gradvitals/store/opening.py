@@ -25,7 +25,7 @@ WAL_BYTES = 4 << 20
 """The log is folded back into the file at about this size."""
 
 BUSY_SECONDS = 2.0
-"""How long a connection waits for another one that holds the file."""
+"""Longest time a connection waits for another one that holds the file."""
 
 
 def filesystem_type(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
@@ -190,7 +190,7 @@ def pid_space() -> str | None:
 
 
 def here() -> dict[str, Any]:
-    """Where this process runs, as `is_gone` wants to know."""
+    """Returns the machine and namespace of this process, for `is_gone`."""
     return {"pid_space": pid_space(), "hostname": socket.gethostname()}
 
 

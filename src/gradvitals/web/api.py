@@ -31,7 +31,7 @@ LOG = logging.getLogger(__name__)
 BINARY = "application/octet-stream"
 JSON = "application/json"
 LIST_SECONDS = 0.4
-"""How long the list of runs may take; runs that were not read by then are named, and the page asks again."""
+"""Time limit for the list of runs. Runs that were not read by then are only named, and the page asks again."""
 
 
 class Api:
@@ -132,7 +132,7 @@ class Api:
 
 Make = Callable[[RunFile, Run], Any]
 Asked = tuple[str, Make]
-"""What a request asks for: a key for the cache, and what makes the response."""
+"""A parsed request: a key for the cache, and the function that makes the response."""
 
 
 def series(request: Request) -> Asked:

@@ -1,4 +1,4 @@
-"""What the page shows of a run: JSON records with short, printable texts, and series and heatmaps as bytes."""
+"""Views of a run for the page: JSON records with short, printable texts, and series and heatmaps as bytes."""
 
 from __future__ import annotations
 

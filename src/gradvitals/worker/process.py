@@ -22,7 +22,7 @@ from gradvitals.worker.worker import Setup, Worker, print_line
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from gradvitals.worker.process import main; main(sys.argv[2])"
 
 REPLY_SECONDS = 10.0
-"""How long the last messages wait for a training process that has not read those before them."""
+"""Longest time the last messages wait for a training process that has not read earlier ones."""
 
 NICENESS = 5
 """Training goes first when there are fewer cores than threads."""

@@ -117,7 +117,7 @@ MOST_WAITING = 2000
 
 
 class Destination(Protocol):
-    """What sinks and alerts have in common; see `gradvitals.sinks.Sink`."""
+    """The interface that sinks and alerts share; see `gradvitals.sinks.Sink`."""
 
     def begin(self, run: Path) -> None: ...  # noqa: D102
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...  # noqa: D102

@@ -1,4 +1,4 @@
-"""What the training process sends to the worker for one step, and its layout in the journal.
+"""The record of a step that the training process sends to the worker, and its layout in the journal.
 
 A step is a JSON object and sections: named vectors of numbers, each with the rows of the model its numbers belong to.
 Plain steps, which most are, have a fixed layout. `Context` is what changes rarely: the parameters, and everything that
@@ -116,7 +116,7 @@ class OptimizerStep:
 
 @dataclass(slots=True)
 class StepFacts:
-    """What is known of a step besides its sums."""
+    """Facts about a step besides its sums."""
 
     step: int
     time: float = 0.0
@@ -160,7 +160,7 @@ class StepRecord(StepFacts):
 
 @dataclass
 class Context:
-    """What the numbers of the following steps belong to, until the next Context."""
+    """The parameters that the numbers of the following steps belong to, until the next Context."""
 
     layout: Layout = field(default_factory=Layout)
     slots: list[tuple[int, int]] = field(default_factory=list)

@@ -99,7 +99,7 @@ class Table:
 
 @dataclass
 class WindowSums:
-    """What a sliding window holds of one row at one step."""
+    """The sums of a sliding window for one row at one step."""
 
     square: float
     """Squared norm of the coordinates it follows."""

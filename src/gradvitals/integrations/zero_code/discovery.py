@@ -1,4 +1,4 @@
-"""What a script trains: which optimizers belong together, the model they step, and how many samples a step has."""
+"""Finds what a script trains: the optimizers that belong together, their model, and the samples per step."""
 
 from __future__ import annotations
 

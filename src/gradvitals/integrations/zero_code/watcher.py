@@ -48,7 +48,7 @@ from gradvitals.worker.worker import print_line
 MAX_RUNS = 8
 """The most models to watch in one process, at the same time or one after the other."""
 RANKS_SECONDS = 5.0
-"""How long to wait for the other ranks of a launcher before printing so."""
+"""Time to wait for the other ranks of a launcher before printing that they are missing."""
 LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK",), ("PMI_RANK",))
 """Environment variables that a launcher gives to each rank. It starts all of them the same way: with gradvitals."""
 IDLE_BACKWARDS = 200
@@ -58,7 +58,7 @@ REMADE, FEW_STEPS = 3, 2
 RIVAL_STEPS = 20
 """Steps of an optimizer after another one took its weights over, from which the two step them in turn."""
 ANNOUNCE_SECONDS = 5.0
-"""How long to wait for the batch size before printing what is watched."""
+"""Time to wait for the batch size before printing what is watched."""
 
 
 class Watched:
@@ -120,7 +120,7 @@ class Watched:
 
     @property
     def own_updates(self) -> OwnUpdates | None:
-        """What stands for its optimizer if the script updates its weights without one."""
+        """The stand-in for the optimizer of a script that updates its weights without one."""
         first = self.found.optimizers[0]
         return first if isinstance(first, OwnUpdates) else None
 
@@ -273,7 +273,7 @@ class Watcher:
         self.reported_elsewhere = False
         """Whether a run has ended whose verdict another rank prints."""
         self.events = TorchEvents()
-        """What torch's hooks showed before a model had a Monitor of its own."""
+        """Events of torch's hooks from before a model had its own Monitor."""
         self.made: dict[str, None] = {}
         """The classes of the optimizers that the script has made."""
         self._num_started = 0
