@@ -227,8 +227,8 @@ def judge(case: Case, bare: Sequence[Ended], watched: Sequence[Ended], runs: Seq
         loss = batch = verdict = None
         if opened:
             loss = _has_losses(opened, first.losses)
-            sizes = [size for run in opened if len(size := run.batch_sizes("grad/norm")[1])]
-            known = {float(np.nanmedian(size)) for size in sizes}
+            sizes = [size[~np.isnan(size)] for run in opened for size in run.batch_sizes("grad/norm")[1:]]
+            known = {float(np.median(size)) for size in sizes if len(size)}
             batch = None if case.samples is None else case.samples in known
             worst = [one.worst.finding.id for one in verdicts if one.worst is not None and one.level != "healthy"]
             verdict = any(one in case.bug for one in worst) if case.bug else not worst

@@ -251,6 +251,8 @@ def test_weight_decay_that_takes_the_weights_is_the_root_and_stays() -> None:
     assert 0 < found["strong_decay"].fixes[0].change["weight_decay"] < 1
     run.info = RunInfo(optimizer="AdamW", weight_decay=0.1)
     assert run.findings("strong_decay") == []
+    run.values["lr"][:] = 0.3  # this decay is ordinary, so the learning rate is the cause
+    assert run.findings("strong_decay") == []
 
 
 def test_nothing_is_said_in_a_warmup() -> None:

@@ -273,6 +273,33 @@ def ran(folder: Path, script: Path, *, notes: bool = False) -> set[str]:
         return ids(run.verdict, notes=notes)
 
 
+@pytest.mark.parametrize("broken", ["x[3, 5] = math.nan", "x[:, 1] = math.inf", "y[7] = math.nan"])
+@pytest.mark.parametrize("is_image", [False, True])
+def test_a_broken_batch_is_told_from_a_model_that_overflows(tmp_path: Path, broken: str, is_image: bool) -> None:
+    layers = "nn.Unflatten(1, (2, 2, 4)), nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(12, 1)"
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import math, torch
+        from torch import nn
+        torch.manual_seed(0)
+        model = nn.Sequential({layers if is_image else "nn.Linear(16, 1)"})
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(60):
+            x = torch.randn(32, 16)
+            y = x[:, :1].clone()
+            if step == 43:
+                {broken}
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        """)
+    )
+    assert "bad_inputs" in ran(tmp_path, script)
+    with gv.open_run(tmp_path / "run") as run:
+        assert f"{'targets' if 'y[' in broken else 'inputs'} of the batch of step 43" in run.verdict.headline
+
+
 EVALUATED = """
 import torch
 from torch import nn

@@ -129,6 +129,21 @@ class Inspection:
         """Note that the script packs saved tensors."""
         self._has_hooks = True
 
+    @torch.no_grad()
+    def look_at_broken(self, loss: Tensor) -> None:
+        """Count the broken values in the batch of a loss that is not finite, before backward frees its graph."""
+        graph = Graph(loss.grad_fn, {id(parameter): row for row, parameter in enumerate(self._table.parameters)})
+        entry = next((layer for layer in reversed(graph.layers) if feeds_data(layer)), None) if graph.is_ours else None
+        if entry is None:
+            return
+        data = None if is_op(entry, LOOKUPS) else saved(entry, "mat1", "input", "self")
+        if data is not None and (broken := ~_columns(data).isfinite()).any():
+            self._write({"input/nonfinite": broken.sum(), "input/columns": float(broken.shape[1])})
+            self._write({"input/nonfinite_columns": broken.all(0).sum()})
+        targets = Head(graph).targets
+        if targets is not None and (broken := ~targets.isfinite()).any():
+            self._write({"target/nonfinite": broken.sum()})
+
     def state_dict(self) -> dict[str, Any]:
         """Returns what is known of the targets so far."""
         counts, sums = self._counts, self._sums
@@ -434,12 +449,8 @@ def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
         return found
     data = saved(layer, "mat1", "input", "self")
     assert data is not None
-    if data.dim() == 4 or is_op(layer, ("ConvolutionBackward",)):
-        channels = data.shape[1] if data.dim() > 2 else 1
-        flat = data[:64].transpose(0, 1).reshape(channels, -1).T if data.dim() > 2 else data
-    else:
-        flat = data.reshape(-1, data.shape[-1])
-    values = sampled(flat).float()
+    is_image = data.dim() == 4 or is_op(layer, ("ConvolutionBackward",))
+    values = sampled(_columns(data[:64] if is_image and data.dim() > 2 else data, is_image=is_image)).float()
     finite = values.isfinite()
     clean = torch.where(finite, values, 0.0)
     mean, std = clean.mean(0), clean.std(0, correction=0)
@@ -464,6 +475,15 @@ def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
         "input/misread": float(_is_misread(getattr(layer, "_saved_input", data))),
     }
     return found
+
+
+def _columns(data: Tensor, *, is_image: bool | None = None) -> Tensor:
+    """Returns data as a matrix with one column per feature, or per channel of images."""
+    if is_image is None:
+        is_image = data.dim() == 4
+    if not is_image:
+        return data.reshape(-1, data.shape[-1])
+    return data.transpose(0, 1).reshape(data.shape[1], -1).T if data.dim() > 2 else data
 
 
 def _mixing_numbers(graph: Graph, head: Head) -> dict[str, Tensor | float]:

@@ -48,6 +48,8 @@ from gradvitals.types import Finding
 from gradvitals.worker.record import ALTERNATING, Context, Part, StepRecord
 
 MAX_METRICS, MAX_SCHEDULERS = 1000, 16
+MAX_BROKEN = 20
+"""Batches with a loss that is not finite that are inspected."""
 """Calls of a scheduler, and schedulers, that are remembered."""
 FEWEST_STEPS = 20
 """Steps after which the script is known to train, not only to be tried out."""
@@ -120,6 +122,7 @@ class StepRecorder:
         self._clip_order: list[int] = []
         self._first_gradient: FirstLayerGradient | None = None
         self._inspection: Inspection | None = None
+        self._broken_losses = 0
         self._validation: Validation | None = None
         self._plateaus: list[tuple[weakref.ref[Any], list[tuple[str, float, float, float]]]] = []
         """Each ReduceLROnPlateau with its calls: mode, patience, metric, learning rate after it."""
@@ -553,6 +556,18 @@ class StepRecorder:
         if self._inspection is not None:
             self._inspection.disarm()
             self._inspection = None
+
+    def check_loss(self, loss: Any) -> None:
+        """Inspect the batch of a loss that is not finite. Called before its backward pass; waits for no device."""
+        inspection = self._inspection
+        if inspection is None or inspection.is_armed or self.guarded or type(loss) is not Tensor:
+            return
+        if not loss.is_cpu or loss.numel() != 1 or not loss.is_floating_point() or self._broken_losses == MAX_BROKEN:
+            return
+        if not math.isfinite(loss.item()):
+            self._broken_losses += 1
+            self.safe("leave", self._leave_plain)
+            self.safe("inspection of a broken batch", inspection.look_at_broken, loss)
 
     def correct_observed(self, factor: float, samples: float | None) -> None:
         """Multiply the loss that was observed last, and set its batch size."""

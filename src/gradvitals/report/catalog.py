@@ -140,8 +140,9 @@ def passed_text(rule: str) -> str:
 
 NAMED = {
     "first": "the tensor", "where": "the tensors", "layer": "that layer", "who": "one rank", "what": "values",
-    "unread": "The steps before it were", "known_loss": "", "instead": "", "activation": "bounded activation",
-    "given": "something else", "noise": "the noise scale", "dtype": "adjacent", "twin": "M",
+    "unread": "The steps before it were", "known_loss": "", "before": "", "instead": "",
+    "activation": "bounded activation", "given": "something else", "noise": "the noise scale", "dtype": "adjacent",
+    "twin": "M",
 }  # fmt: skip
 """Placeholders in texts, each with the words that stand for it if there is no run."""
 LOSS_FUNCTION = re.compile(r"\{loss\}(?= (?:applies|expects))|(?<=before )\{loss\}")

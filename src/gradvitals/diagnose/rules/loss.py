@@ -36,7 +36,7 @@ class LossNonfinite(Rule):
     message = Message(
         name="Loss not finite",
         pattern="The loss is NaN or infinite.",
-        title="The loss became {loss} at step {at}; it was {last_loss} before",
+        title="The loss became {loss} at step {at}{before}",
         causes={
             "weights": "The weights have been NaN or infinite since step {broken}, so every later forward pass fails",
             "earlier": "{unread} not read and may have left NaN or infinite weights",
@@ -129,7 +129,8 @@ class LossNonfinite(Rule):
         causes = ("earlier", cause) if step.unread and fixes == ("check_batch",) else (cause,)
         fixes = ("earlier",) if "earlier" in causes else fixes
         expected = {"loss": "a finite number"}
-        return Observation(severity="critical", seen=seen, expected=expected, causes=causes, fixes=fixes)
+        text = {"before": f"; it was {number(self.last_loss)} before" if math.isfinite(self.last_loss) else ""}
+        return Observation(severity="critical", seen=seen, text=text, expected=expected, causes=causes, fixes=fixes)
 
 
 @register

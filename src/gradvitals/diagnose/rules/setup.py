@@ -94,6 +94,8 @@ class BadInputs(SetupRule):
 
     BATCHES = 3  # inspected batches in a row whose samples are all the same
 
+    FIRST_STEPS = 100  # a bad batch that a GradScaler or the script skips later does no harm
+
     broken_since: int = field(default=-1, init=False)
     """The first step whose loss or gradient was not finite."""
     same: int = field(default=0, init=False)
@@ -122,9 +124,10 @@ class BadInputs(SetupRule):
         seen: dict[str, Any] = {"count": int(inputs or targets), "at": step.number, "columns": columns}
         seen["of"] = int(values.get("input/columns", 0.0))
         part = "inputs" if inputs else "targets"
-        what = f"The {part} of the batch of step {step.number:,} contain {seen['count']:,} NaN or infinite values"
+        noun = "value" if seen["count"] == 1 else "values"
+        what = f"The {part} of the batch of step {step.number:,} contain {seen['count']:,} NaN or infinite {noun}"
         return Observation(
-            severity="critical",
+            severity="critical" if step.was_taken or step.number < self.FIRST_STEPS else "warning",
             seen=seen,
             text={"what": what, "part": part},
             # If the loss broke before, a batch like this one was there then, between two inspections.

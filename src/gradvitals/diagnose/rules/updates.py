@@ -666,6 +666,7 @@ class StrongDecay(Rule):
 
     TAKEN, LEFT = 0.01, 0.5
     ORDINARY = 1e-4  # share of the weights per step that is common
+    USUAL = 0.2  # decay up to which AdamW's learning rate is the cause instead
 
     first: float = field(default=math.nan, init=False)
     pull: float = field(default=math.nan, init=False)
@@ -677,6 +678,8 @@ class StrongDecay(Rule):
             self.first = weight
             if not step.info.optimizer.endswith("AdamW"):
                 self.pull = decay * weight / max(step.value("grad/norm"), 1e-30)
+        if step.info.optimizer.endswith("AdamW") and decay <= self.USUAL:
+            return None
         taken, left = lr * decay, weight / self.first if self.first > 0 else math.nan
         if not ((taken > self.TAKEN or self.pull > 1) and left < self.LEFT):
             return None

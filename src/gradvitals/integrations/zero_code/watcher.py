@@ -133,6 +133,7 @@ class Watched:
         """A backward pass starts. If there are other models, it may be theirs."""
         self._samples.in_backward = True
         self.note_divisor(tensors)
+        self.monitor.recorder.check_loss(tensors)
         self._before = [] if alone else _versions(self.parameters)
 
     def after_backward(self, loss: Tensor | None, *, alone: bool) -> bool:
@@ -327,6 +328,7 @@ class Watcher:
         only = self._only
         if only is not None and threading.get_ident() == self._only_thread:
             only.note_divisor(tensors)
+            only.monitor.recorder.check_loss(tensors)
             return
         if not self._looked:
             with self._finding:
