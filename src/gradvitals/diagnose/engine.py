@@ -17,7 +17,7 @@ from gradvitals.diagnose.step import RunInfo, Step
 from gradvitals.types import SEVERITIES, Finding, Fix, Layout, PlainReadings, Reading
 
 FURTHEST = 10.0
-"""Factor by which a finding changes the learning rate at most."""
+"""Factor by which a finding changes the learning rate at most, unless updates show that it is further off."""
 
 SILENT_CHECKS = 2
 """Checks without an observation, at least, before a finding closes: some rules check only now and then."""
@@ -391,17 +391,20 @@ def _calm_steps(plain: PlainReadings, last_lr: Floats) -> NDArray[np.bool_]:
 def _bounded(rule: Rule, seen: Observation, step: Step) -> Observation:
     """An observation whose proposed learning rates stay within `FURTHEST` of the one it names.
 
-    What is right further off, only a run at the new rate shows.
+    What is right further off, only a run at the new rate shows. But steps that hardly change the weights are too short
+    whatever the task: the peak of the schedule may rise until they change them by an ordinary share.
     """
     rates = [rate for rate in (*step.history["lr"].values, step.value("lr")) if rate > 0]
     lr = seen.seen.get("lr")
     if not rates or not isinstance(lr, float) or not lr > 0:
         return seen
+    measured = step.ordinary_lr * lr / max(rates)
+    highest = measured if measured > lr * FURTHEST else lr * FURTHEST
     near = (
         {}
         if rule.measures_lr
         else {
-            name: min(max(value, lr / FURTHEST), lr * FURTHEST)
+            name: min(max(value, lr / FURTHEST), highest)
             for name, value in seen.seen.items()
             if name in ("lr_proposed", "lr_lower") and isinstance(value, float)
         }
