@@ -8,10 +8,14 @@ RUNS_FOLDER = "gradvitals_runs"
 """Below the working directory. Other tools, such as TensorBoard, keep theirs in `runs`."""
 
 
+def run_folders() -> list[Path]:
+    """Returns both folders that may hold runs, `gradvitals_runs` and `runs`; one that does not exist yet comes last."""
+    return sorted((Path(RUNS_FOLDER), Path("runs")), key=lambda path: not path.exists())
+
+
 def searched_folders() -> list[Path]:
     """Returns where the newest run is looked for: `gradvitals_runs`, and `runs` if a loop keeps its runs there."""
-    found = [path for path in (Path(RUNS_FOLDER), Path("runs")) if path.exists()]
-    return found or [Path(RUNS_FOLDER)]
+    return [path for path in run_folders() if path.exists()] or [Path(RUNS_FOLDER)]
 
 
 def default_folder() -> Path:

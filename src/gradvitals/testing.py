@@ -45,6 +45,7 @@ def assert_healthy(
         ...     train(steps=200, run=tmp_path / "run")
         ...     gv.testing.assert_healthy(tmp_path / "run")
     """
+    __tracebackhide__ = True  # pytest then shows the line of the test, and the message
     if fail_on not in SEVERITIES:
         raise ValueError(f"fail_on is {fail_on!r}; expected one of {', '.join(SEVERITIES)}")
     name, verdict = _verdict(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -255,7 +256,8 @@ def test_a_message_arrives_where_the_server_fails_twice(server: Server) -> None:
 def test_what_cannot_be_delivered_is_an_error_without_the_url(server: Server, status: int, tries: int) -> None:
     server.answers = [status] * 5
     server.headers = {"Location": server.url} if status == 302 else {"Retry-After": "0.01"}
-    with pytest.raises(AlertError, match=f"127.0.0.1 answered with status {status}") as caught:
+    place = server.url.split("/")[2]  # the host and the port
+    with pytest.raises(AlertError, match=f"^{place} answered with status {status}$") as caught:
         Webhook(server.url, backoff=0.01).send(HOSTILE)
     assert len(server.bodies) == tries
     assert SECRET not in str(caught.value)
@@ -329,13 +331,15 @@ def test_texts(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- in a run ----------------------------------------------------------------------------------------------------
 
 
-def train(run: Path, alerts: list[Any], *, bad: int = 60, stop: bool = False, steps: int = 90) -> gv.Monitor:
+def train(
+    run: Path, alerts: list[Any], *, bad: int = 60, stop: bool = False, steps: int = 90, **settings: Any
+) -> gv.Monitor:
     import torch
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    monitor = gv.watch(model, optimizer, run=run, alerts=alerts)
+    monitor = gv.watch(model, optimizer, run=run, alerts=alerts, **settings)
     for step in range(steps):
         inputs = torch.randn(16, 4)
         optimizer.zero_grad()
@@ -359,13 +363,31 @@ def test_a_run_whose_alert_fails_says_so_once_and_keeps_the_secret(
 ) -> None:
     server.answers = [404] * 3
     monitor = train(tmp_path / "gpt", [Webhook(server.url, backoff=0.01)], stop=True)
-    assert [f.evidence["about"] for f in monitor.findings if f.id == "sink_error"] == ["Webhook(127.0.0.1)"]
+    place = server.url.split("/")[2]  # the host and the port
+    assert [f.evidence["about"] for f in monitor.findings if f.id == "sink_error"] == [f"Webhook({place})"]
     assert len(server.bodies) >= 2  # later findings are still tried
     assert "sink_error" not in {body["finding"]["id"] for body in server.bodies}
     printed = "".join(capfd.readouterr())
-    assert "Webhook(127.0.0.1) failed: AlertError: 127.0.0.1 answered with status 404" in printed
+    assert f"Webhook({place}) failed: AlertError: {place} answered with status 404" in printed
     kept = b"".join(path.read_bytes() for path in (tmp_path / "gpt").rglob("*") if path.is_file())
-    assert b"Webhook(127.0.0.1)" in kept
+    assert f"Webhook({place})".encode() in kept
     assert SECRET not in printed
     assert SECRET.encode() not in kept
     assert SECRET not in repr(monitor.findings)
+
+
+@pytest.mark.parametrize("worker", ["process", "thread"])
+def test_the_first_attempt_that_fails_is_printed_before_the_retries(
+    worker: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{unused.getsockname()[1]}"
+    alert = Webhook(f"http://{place}/services/{SECRET}?key={SECRET}", retries=2, backoff=0.05)
+    train(tmp_path / "gpt", [alert], stop=True, config=gv.Config(worker=worker))
+    printed = capfd.readouterr().err
+    first = f"gradvitals: Webhook({place}) could not be reached (ConnectionRefusedError); trying again\n"
+    assert printed.count("trying again") == printed.count(first) == 1  # later findings are not told to fail as well
+    assert printed.index(first) < printed.index(f"Webhook({place}) failed: AlertError: ")
+    assert SECRET not in printed
+    assert alert.on_retry is None

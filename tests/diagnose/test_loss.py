@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from by_hand import Run, healthy_run, only
@@ -388,6 +390,25 @@ def test_memorizing_is_a_note_until_much_of_what_validation_gained_is_lost(last:
     run.values["val/loss"] = np.full(400, np.nan)
     run.values["val/loss"][39::40] = [0.9, 0.5, 0.32, 0.30, 0.32, 0.34, 0.36, 0.38, 0.39, last]
     assert only(run.findings("memorizing")).severity == severity
+
+
+def test_overfitting_is_told_with_the_latest_numbers() -> None:
+    run = healthy_run(1000, floor=0.01)
+    run.values["loss"] = 2.0 * np.exp(-np.arange(1000) / 80)
+    run.values["val/loss"] = np.full(1000, np.nan)
+    run.values["val/loss"][39::40] = [0.9, 0.5, 0.32, 0.30, *np.linspace(0.32, 2.0, 21)]
+    diagnosis, titles = run.diagnosis("memorizing"), []
+    for step in run.readings():
+        titles += [finding.title for finding in diagnosis.read(step)]
+    assert len(titles) == len(set(titles)) > 8  # renewed while it is open
+    assert all(title.startswith("The validation loss rose from 0.3 at step 159 to ") for title in titles)
+    diagnosis.finish()
+    finding = only(diagnosis.findings)
+    assert (finding.severity, finding.first_step, finding.last_step) == ("warning", 159, None)
+    assert "to 2, while the training loss fell to " in finding.title
+    assert finding.evidence["seen"]["val"] == 2.0
+    assert finding.evidence["seen"]["loss"] == pytest.approx(2.0 * math.exp(-989 / 80), rel=0.05)
+    assert "latest" not in finding.evidence
 
 
 @pytest.mark.parametrize(("stands_at", "severities"), [(0.9, ["warning"]), (0.1, [])])

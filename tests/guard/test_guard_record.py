@@ -131,10 +131,43 @@ def test_a_summary_of_everything() -> None:
     assert summarize_actions(done).splitlines() == [
         "the Guard clipped 1 gradient, skipped 2 steps, compared with a snapshot 1 time, in vain, rolled back 1 time, "
         "held the learning rate 1 time",
-        "  dry run, it would have: skipped 1 step",
+        "  dry run, it would have skipped step 0",
         "  it did not roll back: its budget of 3 in 1,000 steps is spent",
         "  cost: 42 steps of training and 1 s",
     ]
+
+
+def test_a_dry_run_is_summed_up_by_what_it_would_have_done_first() -> None:
+    def dry(kind: str, *steps: int) -> list[Action]:
+        return [action(kind, step=step, taken=False, reason="dry run; the loss rose") for step in steps]
+
+    def summary(*actions: Action) -> str:
+        return summarize_actions(actions).splitlines()[1].strip()
+
+    assert summary(*dry("roll_back", 180, 230, 280, 1330)) == (
+        "dry run, it would have rolled back at step 180; 3 later alarms may follow from the same cause"
+    )
+    assert summary(*dry("roll_back", 1180), *dry("skip", 3, 1500)) == (
+        "dry run, it would have skipped step 3, then rolled back at step 1,180; 1 later alarm may follow from the same "
+        "cause"
+    )
+    assert summary(*dry("roll_back", 80), *dry("skip", 80, 130)) == (
+        "dry run, it would have rolled back at step 80; 1 later alarm may follow from the same cause"
+    )
+    assert summary(*dry("clip", 1, 2)) == "dry run, it would have clipped 2 gradients"
+    assert summary(*dry("clip", 1, 2, 90), *dry("skip", 80)) == (
+        "dry run, it would have clipped 2 gradients, then skipped step 80; 1 later alarm may follow from the same cause"
+    )
+
+
+def test_a_run_that_never_recovers_is_one_rollback_of_a_dry_run(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {}).train(range(80))
+    with torch.no_grad():
+        run.net.head.weight[0, 0] = float("nan")
+    run.train(range(80, 240)).close()
+    later = len(run.guard.actions) - 2  # the rollback, and the skip of the same step
+    assert later > 2
+    assert f"would have rolled back at step 80; {later} later alarms may follow" in run.guard.summary()
 
 
 def test_the_state_can_be_saved_in_a_checkpoint(tmp_path: Path) -> None:

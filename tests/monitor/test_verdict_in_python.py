@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,32 @@ def test_assert_healthy_passes_and_fails_with_the_cause_and_the_fix(tmp_path: Pa
         gv.testing.assert_healthy(good.verdict, min_steps=100)
     with pytest.raises(ValueError, match="fail_on is 'bad'; expected one of info, warning, critical"):
         gv.testing.assert_healthy(good, fail_on="bad")  # type: ignore[arg-type]
+
+
+def test_a_failing_assertion_shows_the_line_of_the_test_alone(tmp_path: Path) -> None:
+    bad = train(tmp_path / "bad", zero=False)
+    lines = (
+        "import gradvitals as gv",
+        "def test_training_is_healthy():",
+        f"    gv.testing.assert_healthy({str(bad.run_path)!r})",
+    )
+    (tmp_path / "test_it.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "test_it.py"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
+    assert "1 failed" in shown
+    assert ">       gv.testing.assert_healthy(" in shown
+    assert "AssertionError: " in shown
+    assert "Likely cause: " in shown
+    assert "testing.py" not in shown
+    assert "raise AssertionError" not in shown
+
+
+def test_a_verdict_is_true_if_the_run_is_healthy(tmp_path: Path) -> None:
+    good, bad = train(tmp_path / "good"), train(tmp_path / "bad", zero=False)
+    assert good.verdict
+    assert not bad.verdict
+    for level in ("attention", "unhealthy"):
+        assert not replace(good.verdict, level=level)  # type: ignore[arg-type]
 
 
 def test_a_folder_stands_for_the_run_that_was_to_be_kept_there(tmp_path: Path) -> None:

@@ -34,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def client_of() -> Iterator[Callable[[Path], TestClient]]:
-    """The page for a folder, without a socket."""
+def client_of() -> Iterator[Callable[..., TestClient]]:
+    """The page for one or more folders, without a socket."""
     clients = []
 
-    def make(folder: Path, **options: Any) -> TestClient:
-        client = TestClient(make_app(folder, **options), base_url="http://127.0.0.1")
+    def make(*folders: Path, **options: Any) -> TestClient:
+        client = TestClient(make_app(*folders, **options), base_url="http://127.0.0.1")
         clients.append(client)
         return client
 
@@ -50,7 +50,7 @@ def client_of() -> Iterator[Callable[[Path], TestClient]]:
 
 
 @pytest.fixture
-def client(client_of: Callable[[Path], TestClient], folder: Path) -> TestClient:
+def client(client_of: Callable[..., TestClient], folder: Path) -> TestClient:
     return client_of(folder)
 
 

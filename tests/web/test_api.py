@@ -41,7 +41,7 @@ from gradvitals.web.api import Api
 from gradvitals.web.app import addresses, bind
 from gradvitals.web.run_index import RunIndex, Watcher
 
-ClientOf = Callable[[Path], TestClient]
+ClientOf = Callable[..., TestClient]
 
 
 def read_series(body: bytes) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]], float, float]:
@@ -521,6 +521,46 @@ def test_the_command_prints_its_address_and_ends_at_ctrl_c_with_a_reader_listeni
             os.kill(process.pid, signal.SIGINT)
             assert process.wait(10) in (0, 130, -signal.SIGINT)
         assert "Traceback" not in process.stderr.read()
+
+
+def test_without_a_folder_the_command_shows_the_runs_in_both_default_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    served: list[tuple[Path, ...]] = []
+
+    def serve_runs(folders: list[Path], listening: Any, *, host: str) -> None:
+        listening.close()
+        served.append((*folders,))
+
+    monkeypatch.setattr("gradvitals.web.app.serve_runs", serve_runs)
+    for made, said in (("runs", "runs"), ("gradvitals_runs", "gradvitals_runs and runs")):
+        write_synthetic_run(tmp_path / made / "gpt", steps=5, num_tensors=14)
+        result = CliRunner().invoke(main, ["serve", "--port", "0"])
+        assert f"/ shows the runs in {said}; Ctrl-C stops it" in result.output
+    assert served == [(Path("runs"), Path("gradvitals_runs")), (Path("gradvitals_runs"), Path("runs"))]
+
+
+def test_runs_of_two_folders_are_told_apart(tmp_path: Path, client_of: ClientOf) -> None:
+    ours, others = tmp_path / "gradvitals_runs", tmp_path / "runs"
+    write_synthetic_run(ours / "gpt", steps=5, num_tensors=14)
+    write_synthetic_run(ours / "runs" / "gpt", steps=6, num_tensors=14)
+    assert client_of(ours, others).get("/api/runs").json()["folder"] == "gradvitals_runs"
+    write_synthetic_run(others / "gpt", steps=7, num_tensors=14)
+    damaged_run(others / "bad")
+    client = client_of(ours, others, others)
+    told = client.get("/api/runs").json()
+    assert told["folder"] == "gradvitals_runs and runs"
+    assert sorted((run["name"], run["steps"]) for run in told["runs"]) == [
+        ("gpt", 5),
+        ("runs/bad", 0),
+        ("runs/gpt", 6),
+        ("runs/gpt", 7),
+    ]
+    for run in told["runs"]:
+        answer = client.get(f"/api/runs/{run['id']}")
+        assert answer.json().get("steps", 0) == run["steps"]
+        assert str(tmp_path) not in answer.text + str(told)
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:

@@ -784,6 +784,32 @@ def test_runs_side_by_side_are_compared_in_words(tmp_path: Path, serve: Any, ope
     wait(page, "document.querySelector('.compared').hidden")
 
 
+def test_each_run_side_by_side_has_a_lane_of_its_findings(tmp_path: Path, serve: Any, open_page: OpenPage) -> None:
+    write_remedy(tmp_path / "before", SICK)
+    write_remedy(tmp_path / "after", replace(SICK, id="loss_rising", title="the loss rises"), lr=0.01)
+    page = open_page(serve(tmp_path).url)
+    page.get_by_role("button", name="before").click()
+    wait_for_charts(page)
+    lanes = page.locator(".lane")
+    lanes.locator(".mark").first.wait_for()
+    assert (lanes.count(), page.locator(".lane-run").count()) == (1, 0)
+    page.locator("li", has_text="after").locator("input").check()
+    wait(page, "document.querySelectorAll('.lane').length === 2")
+    assert lanes.locator(".lane-run").all_inner_texts() == ["before", "after"]
+    colors = "[...document.querySelectorAll('{}')].map(each => each.style.getPropertyValue('--c'))"
+    assert page.evaluate(colors.format(".lane-run")) == page.evaluate(colors.format(".legend-run"))
+    other = page.get_by_role("group", name="Findings and actions of after on the axis").locator(".mark")
+    assert other.get_attribute("title") == "the loss rises"
+    other.click()
+    assert page.locator("#drawer-title").inner_text() == "after: the loss rises"
+    assert page.locator(".mark.chosen").count() == 1
+    assert "chosen" in other.get_attribute("class")
+    page.locator("#drawer").get_by_role("button", name="Zoom to it").click()
+    page.keyboard.press("Escape")
+    page.locator("li", has_text="after").locator("input").uncheck()
+    wait(page, "document.querySelectorAll('.lane').length === 1 && !document.querySelector('.lane-run')")
+
+
 # -- the layers of runs side by side ---------------------------------------------------------------------------------
 
 SAID = "document.getElementById('said').textContent"

@@ -53,7 +53,7 @@ class Webhook(Alert):
         **limits: Any,
     ) -> None:
         super().__init__(**limits)
-        host = _host(url)
+        host, place = _host_and_place(url)
         expect(kind in ("auto", "slack", "discord", "json"), "kind", kind, "'auto', 'slack', 'discord' or 'json'")
         expect(timeout > 0, "timeout", timeout, "a number of seconds above 0")
         expect(retries >= 0, "retries", retries, "0 or more")
@@ -61,15 +61,15 @@ class Webhook(Alert):
         known = {"slack.com": "slack", "discord.com": "discord", "discordapp.com": "discord"}
         guessed = (name for domain, name in known.items() if f".{host}".endswith(f".{domain}"))
         self.kind = next(guessed, "json") if kind == "auto" else kind
-        self.name = f"Webhook({host})"
-        self._host = host
+        self.name = f"Webhook({place})"
+        self._place = place
         self._url = url
         self._timeout = timeout
         self._retries = retries
         self._backoff = backoff
 
     def __repr__(self) -> str:
-        return f"<Webhook {self.kind} to {self._host}>"
+        return f"<Webhook {self.kind} to {self._place}>"
 
     def send(self, message: Message) -> None:
         """Post it; try again if that may help."""
@@ -80,7 +80,9 @@ class Webhook(Alert):
             if problem is None:
                 return
             if wait is None or left == 0:
-                raise AlertError(f"{self._host} {problem}")
+                raise AlertError(f"{self._place} {problem}")
+            if left == self._retries and self.on_retry is not None:
+                self.on_retry(f"{self.name} {problem}; trying again")
             time.sleep(max(delay, min(wait, LONGEST_WAIT)))
             delay *= 4
 
@@ -142,16 +144,19 @@ def _without_mentions(text: str) -> str:
     return text.replace("@", "@\u200b")
 
 
-def _host(url: str) -> str:
+def _host_and_place(url: str) -> tuple[str, str]:
+    """Returns the host, and what of the URL is no secret: the host, with the port if the URL has one."""
     try:
         parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and re.fullmatch(r"[!-~]+", url) is not None
-        _ = parts.port
+        port = parts.port
     except (ValueError, TypeError, AttributeError):
         valid = False
     if not valid:
         raise ConfigError("that is not a URL to post to; expected one such as https://hooks.slack.com/services/...")
-    return str(parts.hostname)
+    host = str(parts.hostname)
+    shown = f"[{host}]" if ":" in host else host
+    return host, shown if port is None else f"{shown}:{port}"
 
 
 def _seconds(header: str | None) -> float:

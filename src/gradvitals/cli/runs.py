@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from gradvitals.cli.output import console, json_option, print_json, replay_bar, resolve, run_argument
-from gradvitals.places import default_folder, searched_folders
+from gradvitals.places import default_folder, run_folders, searched_folders
 
 
 @click.command()
@@ -275,7 +275,7 @@ def export(
 def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) -> None:
     """Show the runs in FOLDER on a live page in the browser.
 
-    FOLDER is a run or contains runs at any depth. Without it, serves gradvitals_runs/, or runs/ if only that exists.
+    FOLDER is a run or contains runs at any depth. Without it, serves gradvitals_runs/ and runs/.
     New runs appear automatically. Only this machine can open the page unless you set --host, and the page loads
     nothing from the network. Ctrl-C stops the server.
 
@@ -288,22 +288,21 @@ def serve(folder: Path | None, host: str, port: int | None, open_browser: bool) 
     from gradvitals.errors import RunNotFoundError
     from gradvitals.web.app import addresses, bind, serve_runs
 
-    chosen = folder or default_folder()
-    if folder is not None and not chosen.exists():
+    if folder is None:
+        folders, named = run_folders(), searched_folders()
+    elif folder.exists():
+        folders = named = [folder.parent if folder.is_file() else folder]
+    else:
         raise RunNotFoundError(f"there is no folder {folder}")
-    if chosen.is_file():
-        chosen = chosen.parent
     listening = bind(host, port)
     url, tunnel = addresses(listening)
-    click.echo(f"{url} shows the runs in {chosen}; Ctrl-C stops it")
-    if folder is None and chosen != Path("runs") and Path("runs").exists():
-        click.echo("Runs in runs/ are not shown; gradvitals serve . shows both")
+    click.echo(f"{url} shows the runs in {' and '.join(map(str, named))}; Ctrl-C stops it")
     click.echo(f"From another machine:  {tunnel}")
     if open_browser:
         import webbrowser
 
         webbrowser.open(url)
-    serve_runs(chosen, listening, host=host)
+    serve_runs(folders, listening, host=host)
 
 
 @click.command()

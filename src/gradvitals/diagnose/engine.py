@@ -17,13 +17,16 @@ from gradvitals.diagnose.step import RunInfo, Step
 from gradvitals.types import SEVERITIES, Finding, Fix, Layout, PlainReadings, Reading
 
 FURTHEST = 10.0
-"""Factor by which a finding changes the learning rate at most."""
+"""Factor by which a finding changes the learning rate at most, unless updates show that it is further off."""
 
 SILENT_CHECKS = 2
 """Checks without an observation, at least, before a finding closes: some rules check only now and then."""
 
 RENEWED = ("steps", "times", "loss", "lasting")
 """Numbers of a title that are those of the last observation, if it counts steps."""
+
+RENEW_GROWTH = 1.1
+"""A finding whose rule renews it is reported again after it has lasted this many times as long."""
 
 QUIET_STEPS = 10
 """When the run ends, a finding that could show at every step closes if this many last steps did not show it."""
@@ -65,7 +68,8 @@ class _Open:
     silent: int
     """Checks since then that saw nothing."""
     observation: Observation
-    """What its texts are made of: from when it opened, got worse, or became better understood."""
+    """What its texts are made of: from when it opened, got worse, or became better understood; the latest if its rule
+    renews it."""
     renewed: dict[str, Any] = field(default_factory=dict)
     """What its title has from the last observation."""
 
@@ -289,10 +293,13 @@ class Diagnosis:
         elsewhere = not set(seen.tensors) <= set(old.tensors)
         lasted = step - old.first_step
         # The latest numbers are reported less and less often, so that a long finding does not fill the file.
-        renewed = seen.active and lasted >= 2 * max(entry.reported, 1) and _has_news(seen, old)
+        often = RENEW_GROWTH if rule.renews else 2
+        renewed = seen.active and lasted >= often * max(entry.reported, 1) and _has_news(seen, old)
+        if rule.renews and seen.active:
+            entry.observation = seen
         if not (worse or elsewhere or renewed or not seen.active):
             return []
-        if worse or not seen.active:  # the texts change; otherwise those from when it opened stay
+        if not seen.active or (worse and not rule.renews):  # the texts change; otherwise those from when it opened stay
             known = entry.observation
             entry.observation = replace(
                 seen,
@@ -306,7 +313,7 @@ class Diagnosis:
         new = _explained(old, entry.observation, rule.message)
         if renewed:
             entry.reported = lasted
-        if renewed or "latest" in old.evidence:
+        if not rule.renews and (renewed or "latest" in old.evidence):
             latest = {"step": step, **plain(dict(seen.seen))} if renewed else old.evidence["latest"]
             new = replace(new, evidence={**new.evidence, "latest": latest})
         new = self._retitled(rule.id, new)
@@ -321,8 +328,13 @@ class Diagnosis:
         return finding
 
     def _retitled(self, name: str, finding: Finding) -> Finding:
-        """Returns a finding whose title has the latest numbers."""
+        """Returns a finding whose title, and evidence if its rule renews it, has the latest numbers."""
         entry, message = self._open[name], RULES[name].message if name in RULES else None
+        if name in RULES and RULES[name].renews:
+            new = _explained(finding, entry.observation, message)
+            if finding.follows is None:
+                return new
+            return replace(new, follows=finding.follows, causes=finding.causes, fixes=finding.fixes)
         if message is None or not entry.renewed:
             return finding
         now = replace(entry.observation, text={**entry.observation.text, **entry.renewed})
@@ -379,17 +391,20 @@ def _calm_steps(plain: PlainReadings, last_lr: Floats) -> NDArray[np.bool_]:
 def _bounded(rule: Rule, seen: Observation, step: Step) -> Observation:
     """An observation whose proposed learning rates stay within `FURTHEST` of the one it names.
 
-    What is right further off, only a run at the new rate shows.
+    What is right further off, only a run at the new rate shows. But steps that hardly change the weights are too short
+    whatever the task: the peak of the schedule may rise until they change them by an ordinary share.
     """
     rates = [rate for rate in (*step.history["lr"].values, step.value("lr")) if rate > 0]
     lr = seen.seen.get("lr")
     if not rates or not isinstance(lr, float) or not lr > 0:
         return seen
+    measured = step.ordinary_lr * lr / max(rates)
+    highest = measured if measured > lr * FURTHEST else lr * FURTHEST
     near = (
         {}
         if rule.measures_lr
         else {
-            name: min(max(value, lr / FURTHEST), lr * FURTHEST)
+            name: min(max(value, lr / FURTHEST), highest)
             for name, value in seen.seen.items()
             if name in ("lr_proposed", "lr_lower") and isinstance(value, float)
         }

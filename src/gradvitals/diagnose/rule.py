@@ -76,6 +76,9 @@ class Rule:
     """Steps without an observation after which its finding is resolved."""
     holds: ClassVar[bool] = False
     """Whether its finding stays as it is until what it needs is read again: damage that only rare readings show."""
+    renews: ClassVar[bool] = False
+    """Whether the texts and the evidence of an ongoing finding are those of the latest observation, not of the one that
+    it opened with."""
     expects_fall: ClassVar[bool] = False
     """Whether it assumes that training lowers one loss. It does not check a model that alternates with another one, nor
     reinforcement learning, whose losses mean nothing by their level."""

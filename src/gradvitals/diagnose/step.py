@@ -248,6 +248,18 @@ class Step:
         now = float(np.median(ratios)) if len(ratios) else math.nan
         return self.value("lr") * (min(max(ratio / now, least), 1000.0) if now > 0 else 30.0)
 
+    @cached_property
+    def ordinary_lr(self) -> float:
+        """A rate whose steps change the weights by 0.1% of their norm, at most 1,000 times this one; NaN if unknown.
+
+        It is the lowest that the last readings tell, each by its own rate: a schedule may have changed it since.
+        """
+        ratios, rates = self.history["update/ratio"], self.history["lr"]
+        last = zip(ratios.steps[-10:], ratios.values[-10:], strict=True)
+        told = [1e-3 * rates.at(int(step)) / ratio for step, ratio in last if ratio > 0]
+        lowest = min((rate for rate in told if rate > 0), default=math.nan)
+        return min(lowest, 1000 * self.value("lr"))
+
     # -- against the baselines ---------------------------------------------------------------------------------------
 
     @cached_property

@@ -232,6 +232,8 @@ DONE = {
     "warmup_extended": "extended warmup {} time{}",
     "decay": "decayed the learning rate {} time{}",
 }
+FIRST = {"skip": "skipped step", "roll_back": "rolled back at step"}
+"""What a dry run would have done, followed by the number of the step."""
 LATEST_ACTIONS = 5
 
 
@@ -318,12 +320,12 @@ def summarize_actions(actions: Sequence[Action]) -> str:
     """Returns a line for what was done, one for what was not, and one for what it cost."""
     done = Counter(action.kind for action in actions if action.taken)
     others = [action for action in actions if not action.taken]
-    dry = Counter(action.kind for action in others if action.reason.startswith("dry run"))
+    dry = [action for action in others if action.reason.startswith("dry run")]
     refused = Counter((action.kind, action.reason) for action in others if not action.reason.startswith("dry run"))
     who = "the Guard" if all(action.kind in GUARD_KINDS for action in actions) else "the Guard or a schedule"
     lines = [f"{who} {_counted(done)}" if done else f"{who} did nothing"]
     if dry:
-        lines.append(f"dry run, it would have: {_counted(dry)}")
+        lines.append(f"dry run, it would have {_would_have(dry)}")
     for (kind, reason), times in refused.items():
         often = f", {times} times" if times > 1 else ""
         lines.append(f"it did not {kind.replace('_', ' ')}: {reason}{often}")
@@ -333,6 +335,24 @@ def summarize_actions(actions: Sequence[Action]) -> str:
         spent = f" and {number(seconds, 2)} s" if seconds >= 0.1 else ""
         lines.append(f"cost: {steps} step{'' if steps == 1 else 's'} of training{spent}")
     return "\n  ".join(lines)
+
+
+def _would_have(dry: Sequence[Action]) -> str:
+    """What a dry run would have done first. Acting would have changed all later steps, so the rest are only alarms."""
+    in_order = sorted(dry, key=lambda action: action.step)
+    back = next((action for action in in_order if action.kind == "roll_back"), None)
+    # What else was to be done at the step of the rollback is part of it.
+    in_order = [action for action in in_order if back is None or action is back or action.step != back.step]
+    num_clips = next((place for place, action in enumerate(in_order) if action.kind != "clip"), len(in_order))
+    first: dict[str, Action] = {}
+    for action in in_order[num_clips:]:
+        if action.kind != "clip" and "roll_back" not in first:
+            first.setdefault(action.kind, action)
+    done = [_counted(Counter(clip=num_clips))] if num_clips else []
+    done += [f"{FIRST.get(kind, kind)} {action.step:,}" for kind, action in first.items()]
+    later = len(in_order) - num_clips - len(first)
+    rest = f"; {later:,} later alarm{'' if later == 1 else 's'} may follow from the same cause" if later else ""
+    return ", then ".join(done) + rest
 
 
 def _counted(counts: Counter[str]) -> str:

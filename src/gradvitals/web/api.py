@@ -73,9 +73,9 @@ class Api:
             try:
                 entries[file.id] = self._of_run(file, "entry", views.list_entry)
             except Exception as error:  # a damaged file must not hide the others
-                entries[file.id] = _encoded(views.error_entry(file, _as_ours(error), str(self.index.folder)))
+                entries[file.id] = _encoded(views.error_entry(file, self.index.without_paths(str(_as_ours(error)))))
         texts = {name: metric.text for name, metric in METRICS.items()}
-        about = _encoded({"folder": views.short(self.index.folder.name), "metrics": texts})
+        about = _encoded({"folder": views.short(self.index.title), "metrics": texts})
         body = about[:-1] + b',"runs":[' + b",".join(entries[file.id] for file in files) + b"]}"
         return Response(body, media_type=JSON)
 
@@ -125,9 +125,7 @@ class Api:
         return Response(body, media_type=BINARY if what.startswith(("series", "heatmap")) else JSON)
 
     def _error(self, error: GradvitalsError, status: int) -> Response:
-        folder = str(self.index.folder)
-        text = str(error).replace(f"{folder}/", "").replace(folder, "the served folder")
-        return _json({"error": views.short(text, views.TEXT)}, status)
+        return _json({"error": views.short(self.index.without_paths(str(error)), views.TEXT)}, status)
 
 
 Make = Callable[[RunFile, Run], Any]

@@ -6,7 +6,7 @@ import getpass
 import ipaddress
 import mimetypes
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -35,14 +35,14 @@ THREADS = 4
 """Requests worked on at the same time: each may hold some megabytes while it reads."""
 
 
-def make_app(folder: Path, *, host: str = "127.0.0.1") -> Starlette:
-    """Returns the page for the runs in a folder.
+def make_app(*folders: Path, host: str = "127.0.0.1") -> Starlette:
+    """Returns the page for the runs in one or more folders.
 
     Args:
-        folder: Holds runs, or is one; it may appear later.
+        folders: Each holds runs, or is one; it may appear later.
         host: The address that the server listens on: requests for other hosts are refused.
     """
-    api = Api(RunIndex(folder))
+    api = Api(RunIndex(*folders))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -190,9 +190,9 @@ def addresses(listening: socket.socket) -> tuple[str, str]:
     return f"http://{shown}:{port}/", f"ssh -L {port}:127.0.0.1:{port} {getpass.getuser()}@{socket.gethostname()}"
 
 
-def serve_runs(folder: Path, listening: socket.socket, *, host: str) -> None:
+def serve_runs(folders: Iterable[Path], listening: socket.socket, *, host: str) -> None:
     """Serves the page until Ctrl-C."""
-    app = make_app(folder, host=host)
+    app = make_app(*folders, host=host)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, server_header=False, ws="none"
     )

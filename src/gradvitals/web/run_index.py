@@ -1,4 +1,7 @@
-"""The runs in a folder, each requested by its id (an address never becomes a path), and their changes as events."""
+"""The runs in one or more folders, each requested by its id, and their changes as events.
+
+An address never becomes a path.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ SCAN_SHARE = 20
 
 
 class RunIndex:
-    """The runs in a folder, which may appear later. Safe to use from several threads."""
+    """The runs in one or more folders, which may appear later. Safe to use from several threads."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
+    def __init__(self, *folders: Path) -> None:
+        self.folders = list(dict.fromkeys(folder.resolve() for folder in folders))
         self._lock = threading.Lock()
         self._files: dict[str, RunFile] = {}
         self._scanned = 0.0
@@ -38,10 +41,18 @@ class RunIndex:
         with self._lock:
             start = time.monotonic()
             if not self._scanned or start - self._scanned > max(max_age, SCAN_SHARE * self._scan_took):
-                self._files = {file.id: file for file in find_runs(self.folder)}
+                self._files = {file.id: file for file in self._find()}
                 self._scanned = time.monotonic()
                 self._scan_took = self._scanned - start
             return list(self._files.values())
+
+    def _find(self) -> Iterator[RunFile]:
+        """Yields every run; the names of those that are not in the first folder begin with their folder's."""
+        for place, folder in enumerate(self.folders):
+            for file in find_runs(folder):
+                is_folder = file.path.parent == folder
+                name = file.name if place == 0 or is_folder else f"{folder.name}/{file.name}"
+                yield file if place == 0 else RunFile(f"{place}-{file.id}", name, file.path)
 
     def file(self, run_id: str) -> RunFile:
         """Returns the run with this id.
@@ -51,9 +62,20 @@ class RunIndex:
         """
         for max_age in (60.0, SCAN_SECONDS):  # a new run may have appeared since the last scan
             found = next((file for file in self.files(max_age=max_age) if file.id == run_id), None)
-            if found is not None and is_inside(found.path, self.folder):
+            if found is not None and any(is_inside(found.path, folder) for folder in self.folders):
                 return found
         raise RunNotFoundError("there is no such run in the served folder (any more); the list shows all runs")
+
+    @property
+    def title(self) -> str:
+        """The names of the folders that exist; of the first one if none does."""
+        return " and ".join(folder.name for folder in self.folders if folder.exists()) or self.folders[0].name
+
+    def without_paths(self, text: str) -> str:
+        """Returns a text that does not tell where the folders are."""
+        for folder in map(str, self.folders):
+            text = text.replace(f"{folder}/", "").replace(folder, "the served folder")
+        return text
 
     @contextmanager
     def opened(self, run_id: str) -> Iterator[Run]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.errors import GradvitalsError, RunError, RunNotFoundError
+from gradvitals.errors import RunError, RunNotFoundError
 from gradvitals.report.catalog import name_of
 from gradvitals.report.diff import RunDiff
 from gradvitals.report.format import clean, cut, fix_snippet, summarize_actions, where
@@ -118,10 +118,9 @@ def unread_entry(file: RunFile) -> dict[str, Any]:
     return {**own, **unknown, "steps": 0, "open": 0, "charts": []}
 
 
-def error_entry(file: RunFile, error: GradvitalsError, folder: str) -> dict[str, Any]:
+def error_entry(file: RunFile, reason: str) -> dict[str, Any]:
     """Returns a run that could not be read for the list of runs."""
-    text = short(str(error).replace(folder, "").lstrip("/"), TEXT)
-    return {**unread_entry(file), "state": "error", "level": "unknown", "line": text}
+    return {**unread_entry(file), "state": "error", "level": "unknown", "line": short(reason, TEXT)}
 
 
 def overview(file: RunFile, run: Run) -> dict[str, Any]:

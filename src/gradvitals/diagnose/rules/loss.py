@@ -918,6 +918,7 @@ class Memorizing(Rule):
     needs = ("val/loss",)
     judges_after = 0
     closes_after = 10**9
+    renews = True
     expects_fall = True
     message = Message(
         name="Overfitting",

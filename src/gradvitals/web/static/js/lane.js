@@ -1,4 +1,4 @@
-// The lane above the charts: findings as bars from their first step to their last, actions as diamonds.
+// The lane of a run above the charts: findings as bars from their first step to their last, actions as diamonds.
 import { el, fill } from "./dom.js";
 import { step } from "./format.js";
 import { SIGNS } from "./palette.js";
@@ -13,12 +13,13 @@ export class Lane {
     this.axis = axis;
     this.onfinding = onfinding;
     this.onaction = onaction;
-    this.element = el("div", { class: "lane", role: "group", "aria-label": "Findings and actions on the axis" });
+    this.element = el("div", { class: "lane", role: "group" });
     this.track = el("div", { class: "lane-track" });
     this.cursor = el("div", { class: "lane-cursor", hidden: true });
     this.head = el("div", { class: "lane-head" });
     this.element.append(this.head, el("div", { class: "lane-box" }, this.track, this.cursor));
     this.run = null;
+    this.label = null;
     this.findings = [];
     this.actions = [];
     this.lastStep = 0;
@@ -26,8 +27,11 @@ export class Lane {
     new ResizeObserver(() => this.draw()).observe(this.track);
   }
 
-  set(run, overview) {
+  // label: {name, colour, dash} where there are several runs.
+  set(run, overview, label) {
     this.run = run;
+    this.label = label;
+    this.element.setAttribute("aria-label", `Findings and actions${label ? ` of ${label.name}` : ""} on the axis`);
     this.findings = overview.findings;
     this.actions = overview.actions;
     this.lastStep = overview.last_step ?? 0;
@@ -73,7 +77,9 @@ export class Lane {
     this.track.style.height = `${height}px`;
     const parts = [`${this.findings.length} finding${this.findings.length === 1 ? "" : "s"}`];
     if (this.actions.length) parts.push(`${this.actions.length} action${this.actions.length === 1 ? "" : "s"}`);
-    fill(this.head, el("span", { text: this.findings.length || this.actions.length ? parts.join(", ") : "Nothing found" }),
+    fill(this.head,
+      this.label ? el("span", { class: "lane-run", "--c": this.label.colour, title: this.label.name }, el("span", { class: `swatch dash${this.label.dash}`, "aria-hidden": "true" }), el("span", { text: this.label.name })) : null,
+      el("span", { text: this.findings.length || this.actions.length ? parts.join(", ") : "Nothing found" }),
       hidden ? el("span", { class: "dim", text: `${hidden} more below` }) : null);
     fill(this.track, marks.length ? marks : el("span", { class: "lane-none", text: this.findings.length + this.actions.length ? "None in this range" : "No findings so far" }));
     if (focused) this.track.querySelector(`[data-mark="${CSS.escape(focused)}"]`)?.focus();
@@ -85,7 +91,7 @@ export class Lane {
       "data-mark": finding.key, title: finding.title,
       "aria-label": `${finding.severity}: ${finding.title}, ${finding.when}`,
       "--left": `${from}px`, "--width": `${Math.max(16, to - from)}px`, "--top": `${row * ROW_HEIGHT}px`,
-      onclick: () => this.onfinding(finding),
+      onclick: () => this.onfinding(finding, this.run),
     }, el("span", { class: "mark-sign", "aria-hidden": "true", text: SIGNS[finding.severity] }), el("span", { class: "mark-name", text: finding.name }));
   }
 

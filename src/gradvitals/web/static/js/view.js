@@ -36,19 +36,20 @@ export class RunView {
     this.legend = el("div", { class: "legend" });
     this.zoomed = el("button", { type: "button", class: "small", text: "Show everything", title: "Esc or 0", hidden: true, onclick: () => this.axis.reset() });
     this.modes = choice("Along the axis", [["step", "Steps", "Runs side by side at the same step (x)"], ["time", "Time", "Runs side by side at the same time since their start (x)"]], "step", (mode) => this.setMode(mode));
-    this.lane = new Lane({ axis: this.axis, onfinding: (finding) => this.openFinding(finding), onaction: showActions });
+    this.lanes = [this.newLane()]; // of each run that is drawn
+    this.laneHost = el("div", {}, this.lanes[0].element);
     this.strips = VITALS.map((metric, i) => new Strip({ metric, axis: this.axis, texts, showX: i === VITALS.length - 1, oncursor: (x) => this.axis.pointAt(x) }));
     this.heatmap = new Heatmap({ axis: this.axis, onopen: (run, kind, row, at) => this.openTensor(kind, row, at, run) });
     this.findings = el("section", { class: "card", "aria-label": "Findings" });
     this.worst = el("section", { class: "card", "aria-label": "Worst tensors" });
     this.facts = el("section", { class: "card facts", "aria-label": "About the run" });
-    const charts = el("div", { class: "strips card" }, el("div", { class: "card-head" }, el("h2", { text: "Vital signs" }), this.modes, this.legend, el("span", { class: "gap" }), this.zoomed), this.lane.element, this.strips.map((strip) => strip.element));
+    const charts = el("div", { class: "strips card" }, el("div", { class: "card-head" }, el("h2", { text: "Vital signs" }), this.modes, this.legend, el("span", { class: "gap" }), this.zoomed), this.laneHost, this.strips.map((strip) => strip.element));
     charts.addEventListener("dblclick", () => this.axis.reset());
     fill(host, this.verdict, this.compared, charts, this.heatmap.element, el("div", { class: "columns" }, this.findings, this.worst), this.facts);
     this.axis.onchange((zoomed) => this.ranged(zoomed));
     this.axis.oncursor((x) => {
       this.strips.forEach((strip) => strip.showValue(x));
-      this.lane.pointAt(x);
+      this.lanes.forEach((lane) => lane.pointAt(x));
       if (x !== this.heatmap.cursorX) this.heatmap.pointAt(x);
     });
     window.addEventListener("themechange", () => this.restyle());
@@ -100,6 +101,7 @@ export class RunView {
   // What a run says of itself, and the step up to which it was judged then; news tell of later steps.
   keep(id, overview) {
     overview.judged_step = overview.last_step;
+    for (const [i, finding] of overview.findings.entries()) finding.key = `${id} ${finding.id} ${finding.first_step} ${finding.rank} ${i}`;
     this.overviews.set(id, overview);
   }
 
@@ -168,7 +170,7 @@ export class RunView {
   ranged(zoomed) {
     this.zoomed.hidden = !this.axis.range;
     this.strips.forEach((strip) => strip.chart.setRange());
-    this.lane.draw();
+    this.lanes.forEach((lane) => lane.draw());
     this.heatmap.draw();
     if (!zoomed) return;
     clearTimeout(this.refining);
@@ -193,17 +195,35 @@ export class RunView {
   drawMarks() {
     const overview = this.overviews.get(this.run);
     if (!overview) return;
-    const at = (where) => this.axis.x(this.run, where);
-    const chosen = overview.findings.find((finding) => finding.key === this.chosen);
+    const drawn = this.ids().filter((id) => this.overviews.has(id));
+    const findings = (id) => this.overviews.get(id).findings;
+    const owner = drawn.find((id) => findings(id).some((finding) => finding.key === this.chosen));
+    const chosen = owner && findings(owner).find((finding) => finding.key === this.chosen);
+    const at = (where, id = this.run) => this.axis.x(id, where);
     const marks = overview.findings.filter((finding) => finding.severity !== "info").slice(0, 60).map((finding) => ({ x: at(finding.first_step), colour: severityColour(finding.severity), strong: finding === chosen }));
-    const shade = chosen ? { from: at(chosen.first_step), to: at((chosen.last_step ?? overview.last_step) + 1), colour: severityColour(chosen.severity) } : null;
+    const shade = chosen ? { from: at(chosen.first_step, owner), to: at((chosen.last_step ?? this.overviews.get(owner).last_step) + 1, owner), colour: severityColour(chosen.severity) } : null;
     this.strips.forEach((strip) => strip.chart.setMarks(marks, shade));
-    this.lane.set(this.run, overview);
+    this.drawLanes(drawn);
+  }
+
+  newLane() { return new Lane({ axis: this.axis, onfinding: (finding, run) => this.openFinding(finding, run), onaction: showActions }); }
+
+  // A lane for each of these runs, named where there are several.
+  drawLanes(drawn) {
+    while (this.lanes.length < drawn.length) {
+      this.lanes.push(this.newLane());
+      this.laneHost.append(this.lanes.at(-1).element);
+    }
+    for (const lane of this.lanes.splice(drawn.length)) lane.element.remove();
+    for (const [i, id] of drawn.entries()) {
+      const number = this.ids().indexOf(id);
+      this.lanes[i].chosen = this.chosen;
+      this.lanes[i].set(id, this.overviews.get(id), drawn.length > 1 ? { name: this.lines.get(id)?.name ?? id, colour: lineColour(number), dash: number } : null);
+    }
   }
 
   drawWords() {
     const overview = this.overviews.get(this.run);
-    for (const [i, finding] of overview.findings.entries()) finding.key = `${finding.id} ${finding.first_step} ${finding.rank} ${i}`;
     document.title = `${LEVEL_SIGNS[overview.level]} ${overview.name} · gradvitals`;
     const words = LEVEL_WORDS[overview.level];
     const rest = overview.line.startsWith(`${words}:`) ? overview.line.slice(words.length + 1) : overview.line;
@@ -281,13 +301,13 @@ export class RunView {
     if (focused >= 0) buttons()[focused]?.focus({ preventScroll: true }); // the same place in the lists
   }
 
-  openFinding(finding) {
+  openFinding(finding, run = this.run) {
     this.chosen = finding.key;
-    this.lane.chosen = finding.key;
     this.drawMarks();
-    showFinding(finding, {
-      onopen: (kind, row) => this.openTensor(kind, row), onzoom: (each) => this.zoomTo(each),
-      closed: () => { this.chosen = this.lane.chosen = null; this.drawMarks(); },
+    const title = run === this.run ? finding.title : `${this.lines.get(run)?.name ?? run}: ${finding.title}`;
+    showFinding({ ...finding, title }, {
+      onopen: (kind, row) => this.openTensor(kind, row, null, run), onzoom: (each) => this.zoomTo(each, run),
+      closed: () => { this.chosen = null; this.drawMarks(); },
     });
   }
 
@@ -298,10 +318,10 @@ export class RunView {
     this.openFinding(findings[(at + 1) % findings.length]);
   }
 
-  zoomTo(finding) {
-    const end = finding.last_step ?? this.overviews.get(this.run).last_step;
+  zoomTo(finding, run = this.run) {
+    const end = finding.last_step ?? this.overviews.get(run).last_step;
     const room = Math.max(20, 0.5 * (end - finding.first_step));
-    const ends = [finding.first_step - room, end + room].map((at) => this.axis.x(this.run, at));
+    const ends = [finding.first_step - room, end + room].map((at) => this.axis.x(run, at));
     this.axis.setRange(...ends);
   }
 
@@ -334,6 +354,7 @@ export class RunView {
     const due = told || again ? 0 : this.done.overview + OVERVIEW_EVERY - now;
     if (news.run === this.run && due <= 0) this.refreshWords();
     else if (news.run === this.run) this.refreshLater(due); // these may be the last news for a long time
+    if (news.run !== this.run && (told || again)) this.inTime(`lane ${news.run}`, OVERVIEW_EVERY, () => this.refreshLane(news.run));
     if (again) await this.loadStrips([news.run]);
     else await this.extend(news.run);
     if (news.run === this.run) this.drawFacts(this.overviews.get(news.run));
@@ -345,7 +366,7 @@ export class RunView {
   // Now, or as soon as it is due again: these may be the last news for a long time.
   inTime(what, every, work) {
     const now = () => { this.due[what] = undefined; this.done[what] = Date.now(); work(); };
-    const after = this.done[what] + every - Date.now();
+    const after = (this.done[what] ?? 0) + every - Date.now();
     if (after <= 0) { clearTimeout(this.due[what]); now(); } else this.due[what] ??= setTimeout(now, after);
   }
 
@@ -364,6 +385,14 @@ export class RunView {
     const ahead = going.find((line) => line.id === this.run);
     const known = this.overviews.get(this.run);
     if (ahead && known && ahead.last_step !== null) this.drawFacts({ ...known, last_step: Math.max(ahead.last_step, known.last_step ?? 0) });
+  }
+
+  // What was found in a run beside the current one.
+  async refreshLane(run) {
+    try {
+      this.keep(run, await api.overview(run));
+      this.drawMarks();
+    } catch { /* the next news will ask again */ }
   }
 
   refreshLater(after) {
