@@ -1030,3 +1030,13 @@ def penalty_as_large_as_the_error(bug: bool, k: Knobs) -> float:
 
     fit(model, adam(model, k, 5e-3), loss_fn, train, k, steps=600)
     return unexplained(model, test)
+
+
+@case("lr_high", half="tune")
+def language_model_at_100_times(bug: bool, k: Knobs) -> float:
+    tokens = text()
+    data, test = (tokens[:500, :-1], tokens[:500, 1:]), (tokens[500:, :-1], tokens[500:, 1:])
+    model = Transformer(layers=2, pre=True)
+    fit(model, adam(model, k, 0.3 if bug else 3e-3, 0.1), language_loss, data, k, steps=300, clip=1.0)
+    with torch.no_grad():
+        return float(language_loss(model.eval()(test[0]), test[1]))
