@@ -321,6 +321,8 @@ INSPECTED: dict[str, str] = {
     "head/error": "mean error of the outputs, if the loss has other terms too, is a sum, or is scaled",
     "target/trivial_error": "the same for predicting the mean, or the frequency of each class",
     "head/weights": "largest weight that the loss gives to a class over the smallest",
+    "input/broken_sample": "first sample with a NaN or Inf, in the batch of a loss that is not finite",
+    "input/broken_column": "first column or channel with one",
 }
 """Facts about an inspected batch. The journal has each at its place in this table."""
 

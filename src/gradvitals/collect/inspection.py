@@ -137,9 +137,12 @@ class Inspection:
         if entry is None:
             return
         data = None if is_op(entry, LOOKUPS) else saved(entry, "mat1", "input", "self")
-        if data is not None and (broken := ~_columns(data).isfinite()).any():
-            self._write({"input/nonfinite": broken.sum(), "input/columns": float(broken.shape[1])})
-            self._write({"input/nonfinite_columns": broken.all(0).sum()})
+        if data is not None and (broken := ~data.isfinite()).any():
+            columns = _columns(broken)
+            found = {"input/nonfinite": broken.sum(), "input/nonfinite_columns": columns.all(0).sum()}
+            found["input/broken_sample"] = broken.flatten(1).any(1).int().argmax()
+            found["input/broken_column"] = columns.any(0).int().argmax()
+            self._write({**found, "input/columns": float(columns.shape[1])})
         targets = Head(graph).targets
         if targets is not None and (broken := ~targets.isfinite()).any():
             self._write({"target/nonfinite": broken.sum()})
