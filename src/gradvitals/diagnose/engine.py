@@ -156,7 +156,10 @@ class Diagnosis:
                 if seen < rule.min_steps:
                     continue
                 try:
-                    observation = None if rule.expects_fall and not falls else rule.check(step)
+                    observation = None
+                    if falls or not rule.expects_fall:
+                        rule.learn(step)
+                        observation = None if step.number % rule.every else rule.check(step)
                     if observation is not None or rule.id in self._open:
                         changed += self._note(rule, observation, step)
                 except Exception as error:

@@ -51,13 +51,11 @@ class _Clipping(Rule):
     family = "clipping"
     needs = ("grad/norm", "clip/max_norm")
     closes_after = 100
+    every = 10
 
-    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     QUANTILE = 0.9  # share of the recent norms that the proposed limit leaves alone
 
     def check(self, step: Step) -> Observation | None:
-        if step.number % self.EVERY:
-            return None
         limit = step.value("clip/max_norm")
         return self.compare(step, limit) if 0 < limit < np.inf else None
 

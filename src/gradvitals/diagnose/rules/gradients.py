@@ -666,6 +666,7 @@ class Oscillation(Rule):
     family = "gradients"
     is_symptom = True
     needs = ("grad/norm", "loss")
+    every = 10
     judges_after = 60
     follows = ("stale_gradients", "lr_too_high")
     taints_steps = True
@@ -692,7 +693,6 @@ class Oscillation(Rule):
 
     WINDOW = 40  # steps looked back on
     FEW, MANY = 10, 20  # cosines between consecutive updates that are averaged
-    EVERY = 10  # steps between checks
     TURN = 0.5  # updates reverse if their mean cosine is this far below what momentum alone gives
     STILL, LEFT = 1e-5, 0.1  # update over weight norm, and loss over that of the trivial prediction
     SWING = 0.8  # spread of the norm from one step to the next, in units of log
@@ -703,8 +703,6 @@ class Oscillation(Rule):
     lasted: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        if step.number % self.EVERY:
-            return None
         losses, norms = step.history["loss"].last(self.WINDOW), step.history["grad/norm"].last(self.WINDOW)
         if len(losses) < self.WINDOW or step.history.steps_seen < self.WINDOW + 10:
             return None
@@ -723,7 +721,7 @@ class Oscillation(Rule):
         turning = cosine < expected - self.TURN and not settled
         carried = step.value("grad/carried") == 1  # then sums that were never zeroed swing, not the batch
         swinging = is_high and not carried and (swing > self.SWING or loss_swing > self.LOSS_SWING)
-        self.lasted = self.lasted + self.EVERY if turning or swinging else 0
+        self.lasted = self.lasted + self.every if turning or swinging else 0
         if self.lasted < self.PATIENCE:
             return None
         seen = self._seen(step) | {"cosine": cosine, "swing": swing, "loss_swing": loss_swing}
@@ -746,7 +744,7 @@ class Oscillation(Rule):
                 "loss_swing": f"under {self.LOSS_SWING:g}",
             },
             text={"what": what, "noise": noise},
-            since=step.ago(self.lasted // self.EVERY - 1, self.EVERY) - self.EVERY + 1,
+            since=step.ago(self.lasted // self.every - 1, self.every) - self.every + 1,
             key=cause,
         )
 
@@ -790,6 +788,7 @@ class UnstableNorm(Rule):
     is_symptom = True
     needs = ("tensors:grad/norm",)
     reads = "tensors"
+    every = 10
     judges_after = 60
     closes_after = 200
     follows = ("stale_gradients", "lr_too_high")
@@ -813,7 +812,6 @@ class UnstableNorm(Rule):
     )
 
     WINDOW = 50  # steps that the moving average covers
-    EVERY = 10  # steps between checks
     PATIENCE = 20  # steps in a row
     HIGH = 0.1  # reported while the loss is above this share of its start: near zero, norms vary by nature
 
@@ -827,10 +825,10 @@ class UnstableNorm(Rule):
     count: Floats = field(default_factory=lambda: np.zeros(0), init=False)
     high_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
 
-    def check(self, step: Step) -> Observation | None:
+    def learn(self, step: Step) -> None:
         norms = step.tensors("grad/norm")
         if norms is None:
-            return None
+            return
         more = len(norms) - len(self.last)
         if more > 0:
             self.last = np.append(self.last, np.full(more, np.nan))
@@ -846,12 +844,14 @@ class UnstableNorm(Rule):
         least = np.minimum(change, 3 * self.change + 1)
         rate = 1 / np.minimum(np.maximum(self.count, 1), self.WINDOW)
         self.change = np.where(known, self.change + rate * (least - self.change), self.change)
-        if step.number % self.EVERY:
+
+    def check(self, step: Step) -> Observation | None:
+        if step.tensors("grad/norm") is None:
             return None
         spread = MEAN_ABS_TO_STD / math.sqrt(2) * self.change
         variation = np.sqrt(np.expm1(np.minimum(spread**2, 50.0)))
         unstable = (variation > self.cv) & (self.count >= self.WINDOW) & ~step.negligible
-        self.high_for = np.where(unstable, self.high_for + self.EVERY, 0.0)
+        self.high_for = np.where(unstable, self.high_for + self.every, 0.0)
         chosen = np.flatnonzero(self.high_for >= self.PATIENCE)
         if not len(chosen):
             return None
@@ -859,7 +859,7 @@ class UnstableNorm(Rule):
         if len(recent) and float(np.median(recent)) < self.HIGH * float(np.mean(step.first_losses)):
             return None
         chosen = chosen[np.argsort(-variation[chosen])]
-        seen = {"cv": float(variation[chosen[0]]), "tensors": len(chosen), "of": len(norms), "lr": step.value("lr")}
+        seen = {"cv": float(variation[chosen[0]]), "tensors": len(chosen), "of": len(variation), "lr": step.value("lr")}
         clips, fixes = clipping_fix(step)
         return Observation(
             severity="info",
@@ -867,5 +867,5 @@ class UnstableNorm(Rule):
             fixes=fixes,
             expected={"cv": f"under {self.cv:g}"},
             tensors=step.names(chosen[:MAX_NAMED]),
-            since=step.ago(int(self.high_for[chosen[0]]) // self.EVERY - 1, self.EVERY) - self.EVERY + 1,
+            since=step.ago(int(self.high_for[chosen[0]]) // self.every - 1, self.every) - self.every + 1,
         )

@@ -510,6 +510,7 @@ class LossPlateau(Rule):
     is_symptom = True
     needs = ("loss",)
     expects_fall = True
+    every = 10
     judges_after = 100
     closes_after = 150
     follows = (
@@ -550,7 +551,6 @@ class LossPlateau(Rule):
         passed="the loss did not stand still",
     )
 
-    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FIRST_STEPS = 80  # steps that a run has to start learning
     FLAT = 0.02  # share of the first loss that it fell by less than, over the last 60% of the steps so far
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
@@ -574,14 +574,15 @@ class LossPlateau(Rule):
     stands: bool = field(default=False, init=False)
     """Whether the loss stood still when it was surely late."""
 
-    def check(self, step: Step) -> Observation | None:
-        values = step.values
+    def learn(self, step: Step) -> None:
         if step.number > 0 == step.history.steps_seen:
             self.has_learned = True  # resumed without a history: its start is unknown
-        lr = values.get("lr", math.nan)
+        lr = step.value("lr")
         if lr > 1.001 * self.highest_lr:
             self.highest_lr, self.rose_at = lr, step.number
-        if step.number % self.EVERY or len(step.history["loss"]) < self.FIRST_STEPS:
+
+    def check(self, step: Step) -> Observation | None:
+        if len(step.history["loss"]) < self.FIRST_STEPS:
             return None
         if math.isnan(self.start):
             self.start = float(np.mean(step.history.first_losses))
@@ -699,6 +700,7 @@ class LossUnbounded(Rule):
     is_symptom = True
     needs = ("loss", "grad/norm")
     expects_fall = True
+    every = 10
     judges_after = 80
     closes_after = NEVER  # what has no lower end does not get one
     follows = ("stale_gradients",)
@@ -716,7 +718,6 @@ class LossUnbounded(Rule):
         passed="the loss has a lower bound",
     )
 
-    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FEWEST = 80  # losses
     FAR = 20.0  # how far below zero, in units of the first losses
     FASTER = 1.25  # fall of the last half of the losses over that of the half before
@@ -727,7 +728,7 @@ class LossUnbounded(Rule):
 
     def check(self, step: Step) -> Observation | None:
         losses, norms = step.history["loss"], step.history["grad/norm"]
-        if step.number % self.EVERY or len(losses) < self.FEWEST or not len(norms):
+        if len(losses) < self.FEWEST or not len(norms):
             return None
         start, now = float(np.mean(step.first_losses)), float(np.median(losses.last(20)))
         if not now < -self.FAR * max(abs(start), 1e-6):
