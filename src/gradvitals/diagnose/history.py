@@ -359,9 +359,9 @@ class History:
         """Returns the series of a metric; an empty one if there is none."""
         return self.series.get(metric) or Series()
 
-    def loss_is_calm(self, values: Mapping[str, float], most: float) -> bool:
-        """Returns whether the loss moved less than `most` times as far as usual. True without a loss."""
-        return "loss" not in values or abs(values["loss"] - self.last_loss) < most * self.loss_move
+    def loss_is_calm(self, loss: float, most: float) -> bool:
+        """Returns whether the loss moved less than `most` times as far as usual."""
+        return abs(loss - self.last_loss) < most * self.loss_move
 
     def push_loss(self, loss: float) -> None:
         """Remember how far the loss moved."""
