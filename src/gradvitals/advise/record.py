@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from gradvitals.diagnose import RULES, RunInfo
 from gradvitals.diagnose.history import Average, Averages, same_size
 from gradvitals.errors import RunError
-from gradvitals.report.verdict import ENDS, judge_run, steps_spanned
+from gradvitals.report.state import ENDS, steps_spanned
+from gradvitals.report.verdict import judge_run
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Finding, Reading, Source
 

@@ -13,9 +13,11 @@ import numpy as np
 
 from gradvitals.format import number
 from gradvitals.report.catalog import name_of
-from gradvitals.report.format import clean, cut, percent, plural
+from gradvitals.report.format import clean, cut, in_sentence, percent, plural
+from gradvitals.report.replay import diagnose_run
 from gradvitals.report.series import ByLayer, Floats, Steps
-from gradvitals.report.verdict import LABELS, Level, diagnose_run, in_sentence, judge_run, num_ranks
+from gradvitals.report.state import num_ranks
+from gradvitals.report.verdict import LABELS, Level, judge_run
 from gradvitals.store.reader import Run, open_run
 
 WINDOW_SHARE = 50

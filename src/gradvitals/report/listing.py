@@ -15,7 +15,10 @@ from typing import Any
 from gradvitals.errors import GradvitalsError, RunNotFoundError
 from gradvitals.places import searched_folders
 from gradvitals.report.catalog import name_of
-from gradvitals.report.verdict import Level, State, in_sentence, judge_run, state_of, was_diagnosed
+from gradvitals.report.format import in_sentence
+from gradvitals.report.replay import was_diagnosed
+from gradvitals.report.state import State, state_of
+from gradvitals.report.verdict import Level, judge_run
 from gradvitals.store.opening import is_run_file
 from gradvitals.store.reader import open_run
 from gradvitals.store.schema import FILE_NAME

@@ -17,9 +17,11 @@ from rich.text import Text
 
 from gradvitals.errors import RunFormatError, RunNotFoundError
 from gradvitals.report.format import clean, interval, number
+from gradvitals.report.replay import was_diagnosed
+from gradvitals.report.state import STATES
 from gradvitals.report.summary import Summary, summarize
 from gradvitals.report.terminal import run_in_numbers
-from gradvitals.report.verdict import STATES, Verdict, judge_run, was_diagnosed
+from gradvitals.report.verdict import Verdict, judge_run
 from gradvitals.store.reader import open_run
 
 SILENT_SECONDS = 15.0

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradvitals.advise import Advice, Advised, Confidence
+from gradvitals.places import relative
 from gradvitals.report.catalog import Entry, name_of
 from gradvitals.report.format import (
     ASCII_BLOCKS,
@@ -28,6 +29,7 @@ from gradvitals.report.format import (
     clean,
     cut,
     fix_snippet,
+    in_sentence,
     latest_actions,
     number,
     plural,
@@ -36,19 +38,11 @@ from gradvitals.report.format import (
     where,
 )
 from gradvitals.report.listing import RunLine
+from gradvitals.report.replay import UNDIAGNOSED, was_diagnosed
 from gradvitals.report.report import Report
+from gradvitals.report.state import restarts
 from gradvitals.report.summary import LARGE_SPIKE, Summary, WorstList
-from gradvitals.report.verdict import (
-    LABELS,
-    UNDIAGNOSED,
-    Level,
-    RankedFinding,
-    Verdict,
-    in_sentence,
-    relative,
-    restarts,
-    was_diagnosed,
-)
+from gradvitals.report.verdict import LABELS, Level, RankedFinding, Verdict
 from gradvitals.types import Action, Finding, FloatArray, Severity
 
 P = ParamSpec("P")
