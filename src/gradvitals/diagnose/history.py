@@ -10,12 +10,9 @@ from itertools import takewhile
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gradvitals.diagnose.baseline import Baseline
+from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline, Floats
 from gradvitals.types import SOURCES, PlainReadings, Reading, Source
-
-Floats = NDArray[np.float64]
 
 LENGTH = 1024
 """Values kept of each series."""
@@ -44,6 +41,16 @@ def finite_median(values: Floats) -> float:
     """Returns the median of the finite values; NaN if there are none."""
     known = values[np.isfinite(values)]
     return median(known) if len(known) else math.nan
+
+
+def step_spread(values: Floats) -> float:
+    """Returns the standard deviation of a series around a level that may move, from its changes; robust to outliers.
+
+    >>> round(step_spread(np.array([1.0, 2.0, 3.0, 4.0])), 3), step_spread(np.ones(4))
+    (1.048, 0.0)
+    """
+    changes = np.abs(np.diff(values))
+    return MEDIAN_ABS_TO_STD * float(np.median(changes)) / math.sqrt(2) if len(changes) else math.nan
 
 
 def fall(values: Floats) -> tuple[float, float]:
@@ -91,6 +98,10 @@ class Series:
     def last(self, count: int) -> Floats:
         """Returns the newest values, at most `count`."""
         return np.array(self.values[-count:])
+
+    def median(self, count: int) -> float:
+        """Returns the median of the newest values, at most `count`; NaN if there are none."""
+        return median(self.last(count)) if self.values else math.nan
 
     def since(self, step: float) -> tuple[Floats, Floats]:
         """Returns the steps and values from a step on."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gradvitals.diagnose.history import step_spread
 from gradvitals.format import number
 from gradvitals.report.catalog import name_of
 from gradvitals.report.format import clean, cut, in_sentence, percent, plural
@@ -276,8 +277,7 @@ def _apart(a: Floats, b: Floats) -> tuple[Any, Any, int]:
         share = np.full(len(a), SHARE)
     else:
         share = SHARE * np.maximum(np.abs(a), np.abs(b))
-    changes = np.diff((a - b)[known])
-    noise = float(1.4826 * np.median(np.abs(changes)) / np.sqrt(2)) if changes.size else 0.0
+    noise = step_spread((a - b)[known]) if known.sum() > 1 else 0.0
     smooth = _beyond(_smooth(a, width), _smooth(b, width), np.maximum(NOISE * noise / np.sqrt(width), share))
     return smooth, _beyond(a, b, np.maximum(NOISE * noise, share)), width
 

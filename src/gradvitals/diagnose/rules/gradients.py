@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD, MEDIAN_ABS_TO_STD
-from gradvitals.diagnose.history import Floats
+from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD, Floats, empty, resized
+from gradvitals.diagnose.history import step_spread
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.rules.clipping import CLIPPED_ALREADY, clipping_fix, proposed_limit
@@ -275,13 +275,11 @@ class Explosion(Rule):
         if seen is None:
             return self._afterwards(step)
         if self.since < 0 or step.number - self.last > self.closes_after:
-            losses = step.history["loss"].last(20)
-            self.calm_loss = float(np.median(losses)) if len(losses) else math.nan
-            self.calm_spread = step_spread(losses) if len(losses) > 1 else math.nan
+            losses = step.history["loss"]
+            self.calm_loss, self.calm_spread = losses.median(20), step_spread(losses.last(20))
             self.since, self.times, self.hot_updates, self.skipped, self.verdict = step.number, 0, 0, 0, ""
             self.seen, self.text, self.names = {}, {}, []
-            rates = step.history["lr"].last(20)
-            self.lr_rose = len(rates) > 0 and step.value("lr") > 1.5 * float(np.median(rates))
+            self.lr_rose = step.value("lr") > 1.5 * step.history["lr"].median(20)
         self.last, self.times = step.number, self.times + 1
         self.skipped += step.value("step/left_out") == 1
         if not seen.seen["ratio"] <= self.seen.get("ratio", 0.0):
@@ -334,13 +332,12 @@ class Explosion(Rule):
         baseline = step.history.norm
         if step.number % 10 or not len(baseline.count) or baseline.count.item(0) < baseline.window:
             return None
-        losses = step.history["loss"].last(20)
-        level, loss = float(np.exp(baseline.level[0])), float(np.median(losses)) if len(losses) else math.nan
+        level, loss = float(np.exp(baseline.level[0])), step.history["loss"].median(20)
         self.highest = max(self.highest, level)
         if level < self.lowest:
             self.lowest, self.lowest_loss, self.before = level, loss, self.highest
         ratio = level / self.lowest
-        gained = max(float(np.mean(step.first_losses)) - self.lowest_loss, 0.0) if step.first_losses else 0.0
+        gained = max(0.0, step.first_loss - self.lowest_loss)
         harms = step.alternating or loss - self.lowest_loss > max(self.LOST * gained, 0.1 * abs(self.lowest_loss))
         growth = self.GROWTH_ALTERNATING if step.alternating else self.GROWTH
         if not (ratio > growth and level > self.AGAIN * self.before and harms):
@@ -413,8 +410,7 @@ class Explosion(Rule):
 
     def _has_recovered(self, step: Step) -> bool:
         """Whether the loss has fallen since: a gradient that is large beside a small loss is no fault of the start."""
-        losses = step.history["loss"].last(20)
-        return bool(self.blamed) and len(losses) > 0 and float(np.median(losses)) < self.RECOVERED * self.first_loss
+        return bool(self.blamed) and step.history["loss"].median(20) < self.RECOVERED * self.first_loss
 
     @property
     def _was_pushed(self) -> bool:
@@ -583,8 +579,7 @@ class Vanishing(Rule):
         return self._observe(step, gone, below, weakest)
 
     def _observe(self, step: Step, gone: bool, below: int, weakest: float) -> Observation | None:
-        recent, start = step.history["loss"].last(10), float(np.mean(step.first_losses or [math.nan]))
-        loss = float(np.median(recent)) if len(recent) else math.nan
+        loss, start = step.history["loss"].median(10), step.first_loss
         if gone and 0 <= loss < self.CONVERGED * start:
             return None  # there is nothing left to learn
         names = [info.name for info in step.layout.tensors if info.depth < below and not info.frozen and not gone]
@@ -618,9 +613,7 @@ class Vanishing(Rule):
 
     def _is_stuck(self, step: Step) -> bool:
         """Whether the loss has hardly fallen since the start."""
-        losses, first = step.history["loss"].last(20), step.first_losses
-        known = step.number >= self.STUCK_AFTER and len(losses) > 0 and len(first or ()) > 0
-        return known and float(np.median(losses)) > self.STUCK * float(np.mean(first))
+        return step.number >= self.STUCK_AFTER and step.history["loss"].median(20) > self.STUCK * step.first_loss
 
     def _weak(self, shares: Floats, scale: float) -> tuple[int, Floats]:
         """Returns how many layers from the input on have less than this share, or are frozen, and the shares known."""
@@ -712,7 +705,7 @@ class Oscillation(Rule):
         info = step.info
         expected = info.betas[0] if info.betas else info.momentum or 0.0
         level = float(np.median(losses))
-        is_high = level > self.HIGH * float(np.mean(step.first_losses)) > 0
+        is_high = level > self.HIGH * step.first_loss > 0
         swing = step_spread(np.log(norms[norms > 0]))
         loss_swing = step_spread(losses) / abs(level) if level else 0.0
         # At a minimum that was reached, updates turn around it and are next to nothing.
@@ -768,16 +761,6 @@ class Oscillation(Rule):
         return "batch_too_small" if gsnr[0] < 0.2 else "edge_of_stability"
 
 
-def step_spread(values: Floats) -> float:
-    """Returns the standard deviation of a series around a level that may move, from its changes; robust to outliers.
-
-    >>> round(step_spread(np.array([1.0, 2.0, 3.0, 4.0])), 3), step_spread(np.ones(4))
-    (1.048, 0.0)
-    """
-    changes = np.abs(np.diff(values))
-    return MEDIAN_ABS_TO_STD * float(np.median(changes)) / math.sqrt(2) if len(changes) else math.nan
-
-
 @register
 @dataclass
 class UnstableNorm(Rule):
@@ -818,23 +801,21 @@ class UnstableNorm(Rule):
     cv: float = 1.0
     """Standard deviation of the norm over its mean, from one step to the next: a falling norm is stable."""
 
-    last: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    last: Floats = field(default_factory=empty, init=False)
     """The logarithm of the last norm of each tensor; NaN if it had none."""
-    change: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    change: Floats = field(default_factory=empty, init=False)
     """Moving average of its change per step."""
-    count: Floats = field(default_factory=lambda: np.zeros(0), init=False)
-    high_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    count: Floats = field(default_factory=empty, init=False)
+    high_for: Floats = field(default_factory=empty, init=False)
 
     def learn(self, step: Step) -> None:
         norms = step.tensors("grad/norm")
         if norms is None:
             return
-        more = len(norms) - len(self.last)
-        if more > 0:
-            self.last = np.append(self.last, np.full(more, np.nan))
-            self.change, self.count, self.high_for = (
-                np.append(kept, np.zeros(more)) for kept in (self.change, self.count, self.high_for)
-            )
+        self.last = np.append(self.last, np.full(max(0, len(norms) - len(self.last)), np.nan))
+        self.change, self.count, self.high_for = (
+            resized(kept, len(norms)) for kept in (self.change, self.count, self.high_for)
+        )
         logs = np.log(np.where((norms > 0) & (norms < math.inf), norms, np.nan))
         change = np.abs(logs - self.last)
         self.last = np.where(np.isnan(logs), self.last, logs)
@@ -855,8 +836,7 @@ class UnstableNorm(Rule):
         chosen = np.flatnonzero(self.high_for >= self.PATIENCE)
         if not len(chosen):
             return None
-        recent = step.history["loss"].last(20)
-        if len(recent) and float(np.median(recent)) < self.HIGH * float(np.mean(step.first_losses)):
+        if step.history["loss"].median(20) < self.HIGH * step.first_loss:
             return None
         chosen = chosen[np.argsort(-variation[chosen])]
         seen = {"cv": float(variation[chosen[0]]), "tensors": len(chosen), "of": len(variation), "lr": step.value("lr")}

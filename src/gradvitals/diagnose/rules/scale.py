@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.history import Floats
+from gradvitals.diagnose.baseline import Floats, empty
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import MAX_NAMED, RunInfo, Step
@@ -140,11 +140,11 @@ class TrappedScale(Rule):
     SPAN = 0.4  # share of the run so far that these must span: a norm that only passes by is not held
 
     walk: NoiseWalk = field(default_factory=NoiseWalk, init=False)
-    start: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    start: Floats = field(default_factory=empty, init=False)
     """Mean square of each tensor when it was first read."""
-    near_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    near_for: Floats = field(default_factory=empty, init=False)
     """Readings in a row at which its norm was that of noise."""
-    near_since: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    near_since: Floats = field(default_factory=empty, init=False)
     """The step of the first of them."""
 
     def __post_init__(self) -> None:

@@ -310,8 +310,8 @@ class LossMismatch(SetupRule):
         """Whether the targets are the inputs, and nothing keeps the model from copying them, as a bottleneck does."""
         if not self.copied >= max(self.seen_batches, self.ENOUGH):
             return False
-        recent, first = step.history["loss"].last(20), step.first_losses
-        return len(recent) == 20 and float(np.median(recent)) < self.COPIED * float(np.mean(first))
+        losses = step.history["loss"]
+        return len(losses) >= 20 and losses.median(20) < self.COPIED * step.first_loss
 
     def _cause(self, step: Step, activation: str, loss: str) -> str:
         values = step.values

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.history import Floats, finite_median
+from gradvitals.diagnose.baseline import Floats, empty, resized
 from gradvitals.diagnose.message import Message, Observation, where
 from gradvitals.diagnose.rule import NEVER, Rule, register
 from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step
@@ -20,16 +20,6 @@ from gradvitals.types import Severity
 HALF = ("float16", "bfloat16")
 NAMELESS = re.compile(r"group\d+\.\d+$")
 """The name of a parameter that is in an optimizer and in no module of the model."""
-
-
-def resized(kept: Floats, size: int) -> Floats:
-    """Returns an array with room for tensors that were added."""
-    return kept if len(kept) >= size else np.append(kept, np.zeros(size - len(kept)))
-
-
-def empty() -> Floats:
-    """Returns one number per tensor, before there are any."""
-    return np.zeros(0)
 
 
 @register
@@ -574,8 +564,8 @@ class UpdateRatio(Rule):
         return self._observe(step, chosen, seen, since, "small_gradient", "info", "over", self.low)
 
     def _slow(self, step: Step, whole: float) -> Observation | None:
-        start = math.nan if self.resumed else float(np.mean(step.first_losses or [math.nan]))
-        hardly = start - finite_median(step.history["loss"].last(20)) < self.FALLEN * abs(start)
+        start = math.nan if self.resumed else step.first_loss
+        hardly = start - step.history["loss"].median(20) < self.FALLEN * abs(start)
         lr, gone = step.value("lr"), step.value("grad/norm") < self.GONE * self.largest
         intended, limit = lr < self.DECAYED * self.highest_lr, self.SLOW_MODEL if hardly else self.LOW_MODEL
         if intended or gone or not 0 < whole < limit:
