@@ -247,9 +247,7 @@ LATEST_ACTIONS = 5
 
 def where(finding: Finding, limit: int = NAMED_TENSORS) -> str:
     """Returns the tensors by name, how many more there are, and the rank if it is of one."""
-    names = [cut(name) for name in finding.tensors[: limit if len(finding.tensors) > limit + 1 else limit + 1]]
-    rest = len(finding.tensors) - len(names)
-    text = ", ".join(names) + (f" and {rest:,} more" if rest else "")
+    text = format.listed(map(cut, finding.tensors), limit if len(finding.tensors) > limit + 1 else limit + 1)
     return text if finding.rank is None else f"{text} (rank {finding.rank})"
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.errors import RunError
+from gradvitals.format import listed
 from gradvitals.store import schema
 from gradvitals.store.blocks import (
     ALWAYS,
@@ -230,5 +231,4 @@ def _close_to(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name[:200], [each for each in known if len(each) <= 200], n=3, cutoff=0.5)
     if close:
         return f"; did you mean {' or '.join(repr(each) for each in close)}?"
-    more = f" and {len(known) - 8} more" if len(known) > 8 else ""
-    return f"; it has: {', '.join(each[:80] for each in known[:8])}{more}" if known else "; it has none"
+    return f"; it has: {listed(each[:80] for each in known)}" if known else "; it has none"
