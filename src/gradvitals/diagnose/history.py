@@ -10,8 +10,9 @@ from itertools import takewhile
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline, Floats
+from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline, Floats, empty, resized
 from gradvitals.types import SOURCES, PlainReadings, Reading, Source
 
 LENGTH = 1024
@@ -289,6 +290,21 @@ class Streak:
             self.count, self.since = 0, -1
         if holds:
             self.count, self.since = self.count + 1, self.since if self.count else step
+
+
+@dataclass
+class Streaks:
+    """The same for each tensor, or rank."""
+
+    count: Floats = field(default_factory=empty)
+    since: Floats = field(default_factory=empty)
+    """Step of the first of them, also after they ended."""
+
+    def add(self, holds: NDArray[np.bool_], step: int, ends: NDArray[np.bool_] | None = None) -> None:
+        """Take the next reading into account. A streak that neither holds nor `ends` at it stays as it was."""
+        count, since = resized(self.count, len(holds)), resized(self.since, len(holds))
+        self.since = np.where(holds & (count == 0), step, since)
+        self.count = np.where(holds, count + 1, np.where(~holds if ends is None else ends, 0.0, count))
 
 
 def same_size(a: float, b: float) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline, Floats, empty
-from gradvitals.diagnose.history import Streak
+from gradvitals.diagnose.history import Streak, Streaks
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import MAX_NAMED, Step
@@ -503,23 +503,22 @@ class RngMismatch(Rule):
 
     IN_A_ROW = 3  # audits: a rank may be one draw ahead at the moment of one
 
-    out_for: Floats = field(default_factory=empty, init=False)
-    """For how many audits every rank has been out of step."""
-    out_since: Floats = field(default_factory=empty, init=False)
+    out: Streaks = field(default_factory=Streaks, init=False)
+    """Audits in a row at which each rank was out of step."""
 
     def check(self, step: Step) -> Observation | None:
         code = _of_ranks(step, "ranks/out_of_step")
         if code is None:
             return None
-        before = _carried(self.out_for, len(code))
-        self.out_since = np.where(before > 0, _carried(self.out_since, len(code)), float(step.number))
-        self.out_for = np.where(code > 0, before + 1, 0.0)
-        ranks = np.flatnonzero(self.out_for >= self.IN_A_ROW)
+        if len(self.out.count) != len(code):  # their number has changed
+            self.out = Streaks()
+        self.out.add(code > 0, step.number)
+        ranks = np.flatnonzero(self.out.count >= self.IN_A_ROW)
         if not len(ranks):
             return None
         first = int(ranks[0])
         samples = bool((code[ranks] >= 2).any())
-        since = int(self.out_since[first])
+        since = int(self.out.since[first])
         cause = "samples" if samples else "draws"
         return Observation(
             severity="warning",
