@@ -190,12 +190,12 @@ def _samples(samples: Record, about: Record) -> Iterator[Record]:
         yield item("info", "samples", "single examples show no signal above their noise", detail)
 
 
-def _examples(samples: Record, which: list[int], most: int = 4) -> str:
+def _examples(samples: Record, which: list[int]) -> str:
     """Returns names of single examples: their index in the data set or in the batches read."""
     indices, places = samples["dataset_indices"], samples["places"]
     if all(indices[i] is not None for i in which):
-        return f"number {listed([indices[i] for i in which], most)} of the data set"
-    return listed([f"place {places[i][1]} of batch {places[i][0]}" for i in which], most)
+        return f"number {listed([indices[i] for i in which], 4)} of the data set"
+    return listed([f"place {places[i][1]} of batch {places[i][0]}" for i in which], 4)
 
 
 def _landscape(landscape: Record, about: Record) -> Iterator[Record]:

@@ -25,7 +25,7 @@ from gradvitals.store.opening import filesystem_type, is_shared
 
 MAGIC = b"gvjrnl02"
 HEADER_BYTES = 4096
-HEAD, TAIL, DROPPED, CAPACITY = 64, 128, 192, 16
+HEAD, TAIL, DROPPED = 64, 128, 192
 MAX_CAPACITY = 1 << 32
 
 _RECORD = struct.Struct("<II")  # payload bytes, kind
