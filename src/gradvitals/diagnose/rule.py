@@ -108,8 +108,8 @@ class Rule:
         """Take in a step, before `check`, and also at steps that `every` leaves out."""
 
     def check(self, step: Step) -> Observation | None:
-        """Returns what this step shows of the pattern; None if it shows nothing."""
-        raise NotImplementedError
+        """Returns what this step shows of the pattern; None if it shows nothing, or only the whole run shows it."""
+        return None
 
     def conclude(self, step: Step) -> Observation | None:
         """Returns what the whole run shows, given its last step; called once, when the run is closed."""

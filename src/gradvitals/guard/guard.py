@@ -552,7 +552,7 @@ class Guard:
             self._manager.spoil()
         rounds = self._nonfinite // self._skip.give_up if self._nonfinite % self._skip.give_up == 0 else 0
         words = f"{self._nonfinite} steps in a row are not finite"
-        if self._nonfinite <= 3 and not by_scaler and not self._weights_finite():
+        if self._nonfinite <= 3 and not by_scaler and self._anywhere(not self._weights.are_finite()):
             words = "weights are not finite"
         elif self._nonfinite == 3 and not by_scaler and (moved := self._moved_far()):
             words += f", and {moved}"
@@ -575,9 +575,6 @@ class Guard:
         looks = 2 if self._weights.lags and not wait else 1  # on a GPU the norms are those of the look before
         finding = "update_spike" if growth < math.inf else "nonfinite"
         return self._roll_back(step, finding, words, step - looks * WeightCheck.EVERY)
-
-    def _weights_finite(self) -> bool:
-        return not self._anywhere(not self._weights.are_finite())
 
     def _anywhere(self, here: bool) -> bool:
         """Whether this holds on any rank."""

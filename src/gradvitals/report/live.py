@@ -135,9 +135,9 @@ def draw(console: Console, following: Iterator[Moment]) -> None:
     last: Moment | None = None
     with Live(Text(""), console=console, screen=True, auto_refresh=False) as live:
         for last in following:
-            live.update(_Cropped(Frame(last)), refresh=True)
+            live.update(_Cropped(frame(last)), refresh=True)
     if last is not None:
-        console.print(Frame(last))
+        console.print(frame(last))
 
 
 @dataclass
@@ -168,15 +168,9 @@ class Lines:
             self.console.print(clean(line), soft_wrap=True)
 
 
-@dataclass(frozen=True)
-class Frame:
-    """One moment of a run, in the width at hand."""
-
-    moment: Moment
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Renders all of it, the most important first."""
-        yield run_in_numbers(self.moment.summary, self.moment.verdict, most=MAX_FINDINGS)
+def frame(moment: Moment) -> RenderableType:
+    """Returns all there is to show of a moment, the most important first."""
+    return run_in_numbers(moment.summary, moment.verdict, most=MAX_FINDINGS)
 
 
 @dataclass(frozen=True)

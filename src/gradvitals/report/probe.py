@@ -17,11 +17,11 @@ from rich.text import Text
 from gradvitals.report.charts import Axis, bar, heat, histogram, image, interval_mark, line_chart, photo
 from gradvitals.report.format import clean, duration, interval, number, percent, plural, sparkline
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
-from gradvitals.report.terminal import STYLES, FittedTable, Paragraph, grouped
+from gradvitals.report.terminal import FittedTable, Paragraph, grouped
 
 Record = Mapping[str, Any]
 
-SEVERITIES = {**STYLES, "fine": "green"}
+SEVERITIES = {"critical": "bold red", "warning": "yellow", "info": "cyan", "fine": "green"}
 VERDICTS = {
     "signal": ("fine", "green"),
     "nonfinite": ("critical", "bold red"),

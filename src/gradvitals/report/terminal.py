@@ -355,7 +355,7 @@ def run_in_numbers(
     summary: Summary, verdict: Verdict | None, *, diagnosed: bool = True, most: int | None = None
 ) -> Iterator[RenderableType]:
     """Returns the verdict, then vital signs, at most so many findings, layers, and tensors that stand out."""
-    yield summary_head(summary)
+    yield Text(clean(summary.run), style="bold").append(f"  {summary.about}", style="not bold")
     if summary.last_step is None:
         yield Text("No readings yet.")
     else:
@@ -374,11 +374,6 @@ def run_in_numbers(
         yield layer_table(summary)
     for worst in summary.worst:
         yield from (worst_list(worst), Text())
-
-
-def summary_head(summary: Summary) -> Text:
-    """Returns the run's name, and how far it is."""
-    return Text(clean(summary.run), style="bold").append(f"  {summary.about}", style="not bold")
 
 
 def vitals_table(summary: Summary) -> Table:

@@ -785,9 +785,6 @@ class Outweighed(Rule):
     ALONE = 0.3  # how far from 1 that share is at the end
     READINGS = 2  # after the first tenth of the run
 
-    def check(self, step: Step) -> Observation | None:
-        return None
-
     def conclude(self, step: Step) -> Observation | None:
         trivial, classes = step.fact("target/trivial_error"), step.fact("head/softmax_units")
         steps, errors = step.history["head/error"].since(step.number / 10)
@@ -869,9 +866,6 @@ class StillFalling(Rule):
 
     share: float = 0.42
     """Share of the whole fall that the last half of the steps must have brought."""
-
-    def check(self, step: Step) -> Observation | None:
-        return None
 
     def conclude(self, step: Step) -> Observation | None:
         if not math.isfinite(step.values.get("loss", 0.0)):

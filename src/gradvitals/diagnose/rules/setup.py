@@ -473,16 +473,14 @@ class UnscaledData(SetupRule):
             cause, what = "units" if ratio >= 10 else "inputs", "inputs"
         how = f"they reach {number(largest)}" if bad_inputs else f"their mean is {number(mean)}"
         seen = {"largest": largest, "offset": offset, "high": high, "low": low, "target_mean": mean, "target_std": std}
+        harmful = inputs >= self.WARNING or targets >= self.WARNING_TARGETS or ratio >= self.UNITS
         return Observation(
-            severity="warning" if self._is_harmful(inputs, targets, ratio) else "info",
+            severity="warning" if harmful else "info",
             seen=seen | {"scale": max(inputs, 1.0)},
             text={"what": what, "how": how},
             since=0,
             key=cause,
         )
-
-    def _is_harmful(self, inputs: float, targets: float, ratio: float) -> bool:
-        return inputs >= self.WARNING or targets >= self.WARNING_TARGETS or ratio >= self.UNITS
 
 
 @register
