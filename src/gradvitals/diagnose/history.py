@@ -294,7 +294,7 @@ class Streak:
 
 @dataclass
 class Streaks:
-    """The same for each tensor, or rank."""
+    """A `Streak` of each tensor, or rank."""
 
     count: Floats = field(default_factory=empty)
     since: Floats = field(default_factory=empty)
