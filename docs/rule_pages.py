@@ -7,7 +7,7 @@ from itertools import groupby
 
 from gradvitals.notices import NOTICES
 from gradvitals.report.catalog import OTHERS, Entry, entries, entry
-from gradvitals.report.verdict import in_sentence
+from gradvitals.report.format import in_sentence
 
 
 def rule_pages(pictures: Sequence[str] = ()) -> dict[str, str]:

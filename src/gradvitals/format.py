@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -35,6 +36,17 @@ def percent(share: float, digits: int = 3) -> str:
     if 1e-6 < abs(value) < 1e-3:
         return f"{value:.{digits - 1 - math.floor(math.log10(abs(value)))}f}".rstrip("0") + "%"
     return f"{number(value, digits)}%"
+
+
+def listed(names: Iterable[object], most: int = 8) -> str:
+    """Returns the first names, and how many more there are.
+
+    >>> listed("abc", 2), listed([3, 4])
+    ('a, b and 1 more', '3, 4')
+    """
+    texts = list(map(str, names))
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
 
 
 def clean(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The folders in which runs are kept and searched by default."""
+"""The folders in which runs are kept and searched by default, and how paths are shown."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ def default_folder() -> Path:
     """Returns the folder that commands look in: `gradvitals_runs`, or `runs` if only that is there."""
     ours, common = Path(RUNS_FOLDER), Path("runs")
     return common if common.exists() and not ours.exists() else ours
+
+
+def relative(path: Path) -> str:
+    """Returns a path as seen from the working directory, if it is below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -7,7 +7,7 @@ import pytest
 from by_hand import healthy_run
 
 from gradvitals.diagnose import RunInfo
-from gradvitals.diagnose.rules.gradients import step_spread
+from gradvitals.diagnose.history import step_spread
 from gradvitals.types import Reading
 
 

@@ -10,7 +10,8 @@ import pytest
 from by_hand import Run, healthy_run, only
 
 from gradvitals.diagnose.message import unread_steps
-from gradvitals.report.verdict import judge, replay
+from gradvitals.report.replay import replay
+from gradvitals.report.verdict import judge
 from gradvitals.store import RunWriter, open_run
 from gradvitals.types import Finding, Reading
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from gradvitals.errors import RunFormatError
 from gradvitals.report import live
 from gradvitals.report.html import render_html
-from gradvitals.report.live import Frame, Lines, look, moments, wait_for
+from gradvitals.report.live import Lines, frame, look, moments, wait_for
 from gradvitals.report.report import Report
 from gradvitals.report.summary import Summary, summarize
 from gradvitals.report.terminal import render_report
@@ -276,7 +276,7 @@ def test_every_look_has_the_latest_layers(writer: RunWriter) -> None:
 def test_a_frame_fits_the_screen_and_shows_what_there_is(writer: RunWriter, width: int) -> None:
     writer.write(SPIKE)
     writer.commit()
-    text = shown_watch(Frame(look(writer.path)), width)
+    text = shown_watch(frame(look(writer.path)), width)
     assert max(map(len, text.splitlines())) <= width
     flat = " ".join(text.split())
     for part in ("4 ranks", "Unhealthy: ", "40 steps so far, ", "loss", "GSNR", "64", "explosion", "head", "0.01"):
@@ -324,7 +324,7 @@ def test_it_waits_for_a_run_and_reports_it_once(tmp_path: Path, monkeypatch: pyt
     wait_for(tmp_path / "run", said.append)
     moment = look(tmp_path / "run")
     assert (moment.summary.last_step, moment.ended, len(naps), len(said)) == (None, True, 3, 1)
-    assert "No readings yet." in shown_watch(Frame(moment))
+    assert "No readings yet." in shown_watch(frame(moment))
 
 
 def test_a_file_that_is_no_run_is_an_error_at_once(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import gradvitals as gv
 from gradvitals import notices
 from gradvitals.cli import main
 from gradvitals.errors import ObserveError
-from gradvitals.report.verdict import ABOUT_MONITORING, Verdict, judge, restarts, self_reports, state_of
+from gradvitals.report.state import restarts, state_of
+from gradvitals.report.verdict import ABOUT_MONITORING, Verdict, judge, self_reports
 from gradvitals.store import writer as store_writer
 from gradvitals.store.opening import pid_space
 from gradvitals.store.reader import open_run

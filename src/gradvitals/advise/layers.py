@@ -10,6 +10,7 @@ import numpy as np
 
 from gradvitals.advise.advice import Advice, CannotTell, Figure, advises_on
 from gradvitals.advise.record import AT_ONE_POINT, Floats, Mask, Record
+from gradvitals.diagnose.history import finite_median
 from gradvitals.format import number, percent
 from gradvitals.store.blocks import Kind
 
@@ -177,11 +178,6 @@ def _median(values: Floats) -> Floats:
     return out
 
 
-def _middle(values: Floats) -> float:
-    known = values[np.isfinite(values) & (values > 0)]
-    return float(np.median(known)) if len(known) else math.nan
-
-
 def _needs(seen: Layers, place: int) -> Iterator[Need]:
     """Yields what one layer needs, the gravest first."""
     layer, facts = seen.names[place], seen.record.facts
@@ -189,19 +185,19 @@ def _needs(seen: Layers, place: int) -> Iterator[Need]:
         text = f"its gradient is zero or missing at most of {seen.readings} readings"
         to_do = "check that the loss depends on it; freeze it if it should not learn"
         yield Need(layer, "no gradient", text, to_do, math.inf, {"grad_norm": 0.0})
-    rms, usual = float(seen.rms[place]), _middle(seen.rms)
+    rms, usual = float(seen.rms[place]), finite_median(seen.rms[seen.rms > 0])
     per_element = f"its gradient is {number(rms)} per element (root mean square)"
     if rms < VANISHING * usual:
         text = f"{per_element}; that of the median layer is {number(usual)}"
         to_do = "check what is between it and the loss (initialization, normalization, residual paths), and float16"
         yield Need(layer, "vanishing", text, to_do, usual / rms, {"rms": rms, "usual": usual})
-    growth, median_growth = float(seen.growth[place]), _middle(seen.growth)
+    growth, median_growth = float(seen.growth[place]), finite_median(seen.growth[seen.growth > 0])
     beyond = growth / max(median_growth, 1.0)
     if GROWN < beyond < math.inf:
         times = f"{number(growth)} times its norm in the second quarter; the median layer is at {number(median_growth)}"
         to_do = "clip it separately (AdaGC), or lower its learning rate"
         yield Need(layer, "growing", f"its norm is {times}", to_do, beyond, {"growth": growth, "usual": median_growth})
-    update, typical = float(seen.updates[place]), _middle(seen.updates)
+    update, typical = float(seen.updates[place]), finite_median(seen.updates[seen.updates > 0])
     values = {"update_ratio": update, "usual": typical}
     text = f"one step changes it by {percent(update)} of its norm, and the median layer by {percent(typical)}"
     if update > LARGEST_UPDATE or (update > NOTABLE and update > UNEVEN * typical):

@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.diagnose import RULES, RunInfo
+from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD
 from gradvitals.diagnose.history import Average, Averages, same_size
 from gradvitals.errors import RunError
-from gradvitals.report.verdict import ENDS, judge_run, steps_spanned
+from gradvitals.report.state import ENDS, steps_spanned
+from gradvitals.report.verdict import judge_run
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Finding, Reading, Source
 
@@ -210,7 +212,7 @@ def far_above(values: Floats) -> Mask:
     for begin, end in pairwise(edges):
         part = logs[begin:end]
         away = part - np.median(part)
-        spread = max(1.4826 * float(np.median(np.abs(away))), SMALLEST_SPREAD)
+        spread = max(MEDIAN_ABS_TO_STD * float(np.median(np.abs(away))), SMALLEST_SPREAD)
         found[begin:end] = away > OUTLIER_Z * spread
     return found
 

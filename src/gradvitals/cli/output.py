@@ -17,7 +17,7 @@ from gradvitals.places import default_folder, searched_folders
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gradvitals.report.verdict import OnStep
+    from gradvitals.report.replay import OnStep
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 

@@ -79,14 +79,14 @@ def watch(run: str | None, every: float | None, once: bool, as_json: bool) -> No
       gradvitals watch runs/gpt --once
       ssh cluster gradvitals watch runs/gpt --json | jq .verdict.headline
     """
-    from gradvitals.report.live import Frame, Lines, can_redraw, draw, look, moments, wait_for
+    from gradvitals.report.live import Lines, can_redraw, draw, frame, look, moments, wait_for
 
     screen = console()
     path = resolve(run, must_exist=False)
     if not once:
         wait_for(path, lambda text: click.echo(text, err=True))
     if once and not as_json:
-        screen.print(Frame(look(path)))
+        screen.print(frame(look(path)))
     elif as_json:
         before: object = None
         for moment in [look(path)] if once else moments(path, every or SCREEN_SECONDS):

@@ -645,6 +645,8 @@ def compares_places(node: Any) -> bool:
 
 def _is_about_costs() -> bool:
     """Whether the code that called backward names costs: their log-probabilities belong into a loss without a minus."""
+    # The graph of a reward that lacks its minus is that of a cost, which needs none. Only names tell them apart, and
+    # keep a correct loss of costs, or an ELBO, from a note that its sign is wrong (`loss_mismatch`).
     frame: Any = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "gradvitals"):
         frame = frame.f_back

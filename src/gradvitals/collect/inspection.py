@@ -403,6 +403,8 @@ def _is_time_major(node: Any) -> bool:
 
 def _has_more_like(data: Tensor) -> bool:
     """Whether the program holds a tensor with these samples and many more; asked at most once in a run."""
+    # `next(iter(loader))` at every step copies the same samples each time (`data_order`), and so does a run that has no
+    # others. The batch does not show which it is: only the data that the program holds does.
     rows, left = data.reshape(len(data), -1), MAX_COMPARED
     spread = rows[:MAX_SAMPLES, :MAX_COLUMNS].float().var(0).nan_to_num()
     telling = spread.topk(min(TELLING, len(spread))).indices.tolist()

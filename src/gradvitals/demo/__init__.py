@@ -25,12 +25,7 @@ TOO_HIGH = 100
 TENSOR_EVERY = 10
 
 Fault = Literal["stale", "lr", "none"]
-FAULTS: dict[Fault, str] = {
-    "stale": "the loop never calls optimizer.zero_grad()",
-    "lr": f"the learning rate is {TOO_HIGH} times too high",
-    "none": "no bug",
-}
-"""The faults that can be planted."""
+"""The fault to plant: a loop without zero_grad, a learning rate that is `TOO_HIGH`, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,16 @@ REMEMBERED = 0.998
 """Share of a baseline's reach that is left after each value: half of it after 350."""
 
 
+def empty() -> Floats:
+    """Returns one number per tensor, or rank, before there are any."""
+    return np.zeros(0)
+
+
+def resized(kept: Floats, size: int) -> Floats:
+    """Returns an array with room for tensors that were added."""
+    return kept if len(kept) >= size else np.append(kept, np.zeros(size - len(kept)))
+
+
 @dataclass
 class Baseline:
     """Moving averages of the level and the spread of positive series, in log space.
@@ -51,16 +61,16 @@ class Baseline:
     spread look large."""
     outlier_z: float = 5.0
     patience: int = 8
-    count: Floats = field(default_factory=lambda: np.zeros(0))
+    count: Floats = field(default_factory=empty)
     """Values learned, per series."""
-    level: Floats = field(default_factory=lambda: np.zeros(0))
-    spread: Floats = field(default_factory=lambda: np.zeros(0))
+    level: Floats = field(default_factory=empty)
+    spread: Floats = field(default_factory=empty)
     """Mean absolute deviation of the logarithm from its level."""
-    outside: Floats = field(default_factory=lambda: np.zeros(0))
+    outside: Floats = field(default_factory=empty)
     """Outliers in a row."""
-    peak: Floats = field(default_factory=lambda: np.zeros(0))
+    peak: Floats = field(default_factory=empty)
     """The farthest of them, as a distance of the logarithm."""
-    reach: Floats = field(default_factory=lambda: np.zeros(0))
+    reach: Floats = field(default_factory=empty)
     """How far outliers went before the series came back, or took a new level."""
 
     def __post_init__(self) -> None:
@@ -69,10 +79,9 @@ class Baseline:
 
     def resize(self, size: int) -> None:
         """Make room for this many series; new ones come last."""
-        more = size - len(self.count)
-        if more > 0:
+        if size > len(self.count):
             for name in ("count", "level", "spread", "outside", "peak", "reach"):
-                setattr(self, name, np.append(getattr(self, name), np.zeros(more)))
+                setattr(self, name, resized(getattr(self, name), size))
 
     def usual(self) -> Floats:
         """Returns the level of every series; NaN before its first value."""

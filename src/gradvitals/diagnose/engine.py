@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.history import Floats, History, Series
+from gradvitals.diagnose.history import History, Series
 from gradvitals.diagnose.message import Message, Observation, explain
 from gradvitals.diagnose.rule import RULES, Rule, build_rules, plain, restored
 from gradvitals.diagnose.step import RunInfo, Step
@@ -38,10 +39,11 @@ CALM_AFTER = 200
 CALM_EVERY = 50
 """Of calm steps, rules check one in so many; the history takes all of them."""
 
-CALM_VALUES = frozenset(
-    ("loss", "lr", "grad/norm", "grad/nonfinite", "grad/spike_ratio", "grad/norm_cv", "clip/max_norm")
-)
-"""What a plain step has. Anything more is worth a check."""
+CALM_VALUES = {
+    "loss": 0.0, "lr": 0.0, "clip/max_norm": 0.0,
+    "grad/norm": 0.0, "grad/nonfinite": 0.0, "grad/spike_ratio": 1.0, "grad/norm_cv": 0.0,
+}  # fmt: skip
+"""What a plain step may have, each with a calm number for steps without it. Anything more is worth a check."""
 
 CALM_RATIO = 2.0
 """A norm of a calm step is less than this many times its moving average."""
@@ -160,7 +162,10 @@ class Diagnosis:
                 if seen < rule.min_steps:
                     continue
                 try:
-                    observation = None if rule.expects_fall and not falls else rule.check(step)
+                    observation = None
+                    if falls or not rule.expects_fall:
+                        rule.learn(step)
+                        observation = None if step.number % rule.every else rule.check(step)
                     if observation is not None or rule.id in self._open:
                         changed += self._note(rule, observation, step)
                 except Exception as error:
@@ -182,18 +187,16 @@ class Diagnosis:
     def _is_calm(self, step: Step) -> bool:
         """Whether a step has nothing to show that the steps around it do not: most steps of a long run."""
         history, values = self.history, step.values
-        if step.number % CALM_EVERY == 0 or history.steps_seen < CALM_AFTER:
+        if history.steps_seen < CALM_AFTER or values.keys() - CALM_VALUES.keys() or len(step.readings) > 1:
             return False
-        if values.keys() - CALM_VALUES or len(step.readings) > 1:
-            return False
-        ratios = step.tensors("grad/spike_ratio")
-        highest = values.get("grad/spike_ratio", 1.0)
-        if ratios is not None and len(ratios):
-            highest = max(highest, float(np.fmax.reduce(ratios)))
-        lowest, rates = values.get("grad/spike_ratio", 1.0), history["lr"].last(1)
-        steady = "lr" not in values or (len(rates) and abs(values["lr"] - rates[0]) <= CALM_LR * abs(rates[0]))
-        usual = lowest > 1 / CALM_RATIO**2 and highest < CALM_RATIO and not values.get("grad/nonfinite")
-        return bool(steady and usual) and history.loss_is_calm(values, CALM_MOVE)
+        known, ratios = {**CALM_VALUES, **values}, step.tensors("grad/spike_ratio")
+        highest = float(np.fmax.reduce(ratios)) if ratios is not None and len(ratios) else math.nan
+        calm = _calm(step.number, known, self._last_lr if "lr" in values else 0.0, highest)
+        return bool(calm) and ("loss" not in values or history.loss_is_calm(values["loss"], CALM_MOVE))
+
+    @property
+    def _last_lr(self) -> float:
+        return (self.history["lr"].values or [math.nan])[-1]
 
     def skim(self, plain: PlainReadings, start: int, layout: Layout) -> int:
         """Remember the calm ones of plain steps, up to one that is not calm.
@@ -210,12 +213,12 @@ class Diagnosis:
         history = self.history
         if history.steps_seen < CALM_AFTER:
             return start
-        calm = _calm_steps(plain, history["lr"].last(1))
+        calm = _calm_steps(plain, self._last_lr)
         losses = plain.values["loss"].tolist() if plain.present["loss"].any() else None
         end = start
-        while end < len(plain) and calm[end] and history.steps_seen + end - start >= CALM_AFTER:
+        while end < len(plain) and calm[end]:
             if losses is not None and plain.present["loss"][end]:
-                if not abs(losses[end] - history.last_loss) < CALM_MOVE * history.loss_move:
+                if not history.loss_is_calm(losses[end], CALM_MOVE):
                     break
                 history.push_loss(losses[end])
             end += 1
@@ -370,21 +373,35 @@ class Diagnosis:
             self._close(name)  # its rule no longer exists
 
 
-def _calm_steps(plain: PlainReadings, last_lr: Floats) -> NDArray[np.bool_]:
+def _calm(number: Any, values: Mapping[str, Any], lr_before: Any, highest: Any) -> Any:
+    """Whether a step is calm, but for its loss; or which steps are, given arrays.
+
+    Args:
+        number: The step.
+        values: A number for each of `CALM_VALUES`.
+        lr_before: The learning rate of the step before.
+        highest: The largest spike ratio of a tensor; NaN if none was read.
+    """
+    lr, ratio = values["lr"], values["grad/spike_ratio"]
+    steady = abs(lr - lr_before) <= CALM_LR * abs(lr_before)
+    usual = (ratio > 1 / CALM_RATIO**2) & (ratio < CALM_RATIO) & ~np.greater_equal(highest, CALM_RATIO)
+    finite = (values["grad/nonfinite"] == 0) & (values["grad/norm"] < LARGE_NORM)
+    return (number % CALM_EVERY != 0) & steady & usual & finite
+
+
+def _calm_steps(plain: PlainReadings, last_lr: float) -> NDArray[np.bool_]:
     """Which plain steps are calm, but for their losses."""
     values, present = plain.values, plain.present
-    calm: NDArray[np.bool_] = plain.steps % CALM_EVERY != 0
-    for name in values.keys() - CALM_VALUES:
+    known = {
+        name: np.where(present[name], values[name], none) if name in values else none
+        for name, none in CALM_VALUES.items()
+    }
+    before = np.where(present["lr"], np.concatenate(([last_lr], values["lr"][:-1])), 0.0)
+    ratios = plain.tensors.get("grad/spike_ratio")
+    highest = math.nan if ratios is None else np.fmax.reduce(ratios, axis=1, initial=np.nan)
+    calm: NDArray[np.bool_] = _calm(plain.steps, known, before, highest)
+    for name in values.keys() - CALM_VALUES.keys():
         calm &= ~present[name]
-    rates = values["lr"]
-    before = np.concatenate((last_lr if len(last_lr) else [np.nan], rates[:-1]))
-    calm &= ~present["lr"] | (np.abs(rates - before) <= CALM_LR * np.abs(before))
-    if "grad/norm" in values:
-        ratio, highest = values["grad/spike_ratio"], plain.tensors["grad/spike_ratio"]
-        if highest.shape[1]:
-            highest = np.fmax(np.fmax.reduce(highest, axis=1), ratio)
-        usual = (ratio > 1 / CALM_RATIO**2) & (highest.reshape(len(plain), -1)[:, 0] < CALM_RATIO)
-        calm &= ~present["grad/norm"] | (usual & (values["grad/nonfinite"] == 0) & (values["grad/norm"] < LARGE_NORM))
     return calm
 
 

@@ -12,10 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.baseline import Baseline
+from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline, Floats, empty, resized
 from gradvitals.types import SOURCES, PlainReadings, Reading, Source
-
-Floats = NDArray[np.float64]
 
 LENGTH = 1024
 """Values kept of each series."""
@@ -44,6 +42,16 @@ def finite_median(values: Floats) -> float:
     """Returns the median of the finite values; NaN if there are none."""
     known = values[np.isfinite(values)]
     return median(known) if len(known) else math.nan
+
+
+def step_spread(values: Floats) -> float:
+    """Returns the standard deviation of a series around a level that may move, from its changes; robust to outliers.
+
+    >>> round(step_spread(np.array([1.0, 2.0, 3.0, 4.0])), 3), step_spread(np.ones(4))
+    (1.048, 0.0)
+    """
+    changes = np.abs(np.diff(values))
+    return MEDIAN_ABS_TO_STD * float(np.median(changes)) / math.sqrt(2) if len(changes) else math.nan
 
 
 def fall(values: Floats) -> tuple[float, float]:
@@ -91,6 +99,10 @@ class Series:
     def last(self, count: int) -> Floats:
         """Returns the newest values, at most `count`."""
         return np.array(self.values[-count:])
+
+    def median(self, count: int) -> float:
+        """Returns the median of the newest values, at most `count`; NaN if there are none."""
+        return median(self.last(count)) if self.values else math.nan
 
     def since(self, step: float) -> tuple[Floats, Floats]:
         """Returns the steps and values from a step on."""
@@ -280,6 +292,21 @@ class Streak:
             self.count, self.since = self.count + 1, self.since if self.count else step
 
 
+@dataclass
+class Streaks:
+    """A `Streak` of each tensor, or rank."""
+
+    count: Floats = field(default_factory=empty)
+    since: Floats = field(default_factory=empty)
+    """Step of the first of them, also after they ended."""
+
+    def add(self, holds: NDArray[np.bool_], step: int, ends: NDArray[np.bool_] | None = None) -> None:
+        """Take the next reading into account. A streak that neither holds nor `ends` at it stays as it was."""
+        count, since = resized(self.count, len(holds)), resized(self.since, len(holds))
+        self.since = np.where(holds & (count == 0), step, since)
+        self.count = np.where(holds, count + 1, np.where(~holds if ends is None else ends, 0.0, count))
+
+
 def same_size(a: float, b: float) -> bool:
     """Whether two batch sizes are equal but for a remainder, or both unknown."""
     return (math.isnan(a) and math.isnan(b)) or max(a, b) < SAME_SIZE * min(a, b)
@@ -359,9 +386,9 @@ class History:
         """Returns the series of a metric; an empty one if there is none."""
         return self.series.get(metric) or Series()
 
-    def loss_is_calm(self, values: Mapping[str, float], most: float) -> bool:
-        """Returns whether the loss moved less than `most` times as far as usual. True without a loss."""
-        return "loss" not in values or abs(values["loss"] - self.last_loss) < most * self.loss_move
+    def loss_is_calm(self, loss: float, most: float) -> bool:
+        """Returns whether the loss moved less than `most` times as far as usual."""
+        return abs(loss - self.last_loss) < most * self.loss_move
 
     def push_loss(self, loss: float) -> None:
         """Remember how far the loss moved."""

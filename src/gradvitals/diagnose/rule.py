@@ -68,6 +68,8 @@ class Rule:
     """The estimate that must be known well before its silence counts as passed."""
     reads: ClassVar[Literal["values", "tensors", "full"]] = "values"
     """Which steps it checks: all, those with values of single tensors, or those of a full reading."""
+    every: ClassVar[int] = 1
+    """It checks only steps that are a multiple of this. Of calm steps, only every 50th is checked at all."""
     min_steps: ClassVar[int] = 0
     """Steps at the start of a run that it does not check."""
     judges_after: ClassVar[int] = 20
@@ -105,9 +107,12 @@ class Rule:
     ordinary: ClassVar[bool] = False
     """Whether nearly every healthy run has this note, which asks for nothing."""
 
+    def learn(self, step: Step) -> None:
+        """Take in a step, before `check`, and also at steps that `every` leaves out."""
+
     def check(self, step: Step) -> Observation | None:
-        """Returns what this step shows of the pattern; None if it shows nothing."""
-        raise NotImplementedError
+        """Returns what this step shows of the pattern; None if it shows nothing, or only the whole run shows it."""
+        return None
 
     def conclude(self, step: Step) -> Observation | None:
         """Returns what the whole run shows, given its last step; called once, when the run is closed."""

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.history import FIRST, HUGE, Average, Averages, Floats, History, forgotten_at, median
+from gradvitals.diagnose.baseline import Floats
+from gradvitals.diagnose.history import FIRST, HUGE, Average, Averages, History, forgotten_at, median
 from gradvitals.types import LOSSES, SOURCES, FloatArray, Layout, Reading, Source, json_ready
 
 NEGLIGIBLE = 1e-6
@@ -154,9 +155,8 @@ class Step:
     @cached_property
     def loss_left(self) -> float:
         """The recent loss over that of the trivial prediction, or over the first losses if that is unknown."""
-        recent, trivial = self.history["loss"].last(50), self.trivial_loss
-        level = trivial if trivial < math.inf else float(np.mean(self.first_losses or [math.nan]))
-        return float(np.median(recent)) / level if len(recent) and level > 0 else math.nan
+        level = self.trivial_loss if self.trivial_loss < math.inf else self.first_loss
+        return self.history["loss"].median(50) / level if level > 0 else math.nan
 
     def names(self, chosen: Sequence[int] | NDArray[np.intp]) -> tuple[str, ...]:
         """Returns the names of tensors by their indices."""
@@ -185,6 +185,11 @@ class Step:
         """The first finite losses of the run, at most ten, this step's included."""
         losses, loss = self.history.first_losses, self.value("loss")
         return [*losses, loss] if len(losses) < FIRST and math.isfinite(loss) else losses
+
+    @cached_property
+    def first_loss(self) -> float:
+        """The mean of the first losses, where the run started; NaN if there are none."""
+        return float(np.mean(self.first_losses)) if self.first_losses else math.nan
 
     def losses_since(self, start: float) -> Floats:
         """Returns the losses from a step up to this one, with outliers moved to the edge of the others."""
@@ -244,8 +249,7 @@ class Step:
 
     def higher_lr(self, least: float = 3.0, ratio: float = 2e-3) -> float:
         """Returns a rate whose steps change the weights by an ordinary share, at least so many times as high."""
-        ratios = self.history["update/ratio"].last(50)
-        now = float(np.median(ratios)) if len(ratios) else math.nan
+        now = self.history["update/ratio"].median(50)
         return self.value("lr") * (min(max(ratio / now, least), 1000.0) if now > 0 else 30.0)
 
     @cached_property

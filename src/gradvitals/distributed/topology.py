@@ -25,6 +25,7 @@ from gradvitals.config import Config
 from gradvitals.distributed.fsdp import groups_of
 from gradvitals.distributed.shards import is_sharded, local, mesh_ranks, num_shards, placements, shard_index
 from gradvitals.errors import RunError
+from gradvitals.format import listed
 from gradvitals.types import Layout, TensorInfo, json_ready
 
 _made: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -291,7 +292,7 @@ class Rendezvous:
         while not self._all_there(keys):
             if time.monotonic() > deadline:
                 missing = [place for place, key in enumerate(keys) if not self._is_there(key)]
-                who = _listed(missing) if len(keys) == len(self.ranks) else "0"  # a single value is published by rank 0
+                who = listed(missing) if len(keys) == len(self.ranks) else "0"  # a single value is published by rank 0
                 raise MissingRanksError(
                     f"of {len(self.ranks)} ranks, rank {who} did not {what} within "
                     f"{self.timeout:g} s. Call gradvitals.watch on every rank that trains the model, or pass those "
@@ -360,7 +361,7 @@ def check_settings(infos: Sequence[RankInfo]) -> None:
         if odd:
             noun = "the version of gradvitals" if what == "gradvitals" else f"the setting {what}"
             raise RunError(
-                f"{noun} differs between ranks: {values[0]} on rank 0, {values[odd[0]]} on rank {_listed(odd)}; give "
+                f"{noun} differs between ranks: {values[0]} on rank 0, {values[odd[0]]} on rank {listed(odd)}; give "
                 "all ranks the same gradvitals, the same Config and the same arguments of watch"
             )
 
@@ -374,7 +375,7 @@ def check_holdings(infos: Sequence[RankInfo], holdings_of: dict[str, Holdings]) 
         mine = [rank for rank, info in enumerate(infos) if info.holdings == key]
         others = [rank for rank, info in enumerate(infos) if info.holdings == other_key]
         raise RunError(
-            f"rank {_listed(mine)} and rank {_listed(others)} do not hold the same parameters: "
+            f"rank {listed(mine)} and rank {listed(others)} do not hold the same parameters: "
             f"{_difference(ours, theirs)}. Ranks that train one model must build it alike; pipeline stages that use "
             "the same names for different parameters need Config(pipeline_stage=...) with a number of their own"
         )
@@ -488,8 +489,3 @@ def _data_index(infos: Sequence[RankInfo], ranks: Sequence[int]) -> tuple[NDArra
         return np.array([of_stage[info.holdings][first] for info, first in zip(infos, firsts, strict=True)]), True
     numbers = {first: index for index, first in enumerate(dict.fromkeys(firsts))}
     return np.array([numbers[first] for first in firsts], dtype=np.int64), False
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -32,7 +32,6 @@ from gradvitals.guard.actions import (
     supports_found_inf,
 )
 from gradvitals.guard.policy import (
-    BUDGET_WINDOW,
     LARGEST_NORM,
     LEVEL_HISTORY,
     LEVEL_STEPS,
@@ -43,7 +42,6 @@ from gradvitals.guard.policy import (
     RollBack,
     Skip,
     SpikeMemory,
-    Trial,
     response_from,
 )
 from gradvitals.guard.ranks import Ranks
@@ -60,6 +58,7 @@ STATE_VERSION = 3
 LR_ROSE = 1.5
 """A learning rate that rose by this factor since the snapshot, within what the run has used, explains a higher loss."""
 
+BUDGET_WINDOW = 1000  # a budget limits how often a response acts within this many steps
 QUIET_STEPS = 50  # steps without clipping, or without a skip, after which the next one is printed again
 
 
@@ -153,7 +152,7 @@ class Guard:
         self._nonfinite, self._last_nonfinite, self._tried = 0, -2, False
         """Steps in a row that were not finite, the last of them, and whether a rollback was tried since they began."""
         self._rollbacks: list[int] = []  # steps of the rollbacks within the budget's window
-        self._trial: RunningTrial | None = None
+        self._trial: Trial | None = None
         self._next_look, self._patience = 0, 2 * LEVEL_HISTORY
         """When a rise of the loss is looked at again, and for how long not after a trial in vain."""
         self._losses: dict[int, float] = {}
@@ -553,7 +552,7 @@ class Guard:
             self._manager.spoil()
         rounds = self._nonfinite // self._skip.give_up if self._nonfinite % self._skip.give_up == 0 else 0
         words = f"{self._nonfinite} steps in a row are not finite"
-        if self._nonfinite <= 3 and not by_scaler and not self._weights_finite():
+        if self._nonfinite <= 3 and not by_scaler and self._anywhere(not self._weights.are_finite()):
             words = "weights are not finite"
         elif self._nonfinite == 3 and not by_scaler and (moved := self._moved_far()):
             words += f", and {moved}"
@@ -576,9 +575,6 @@ class Guard:
         looks = 2 if self._weights.lags and not wait else 1  # on a GPU the norms are those of the look before
         finding = "update_spike" if growth < math.inf else "nonfinite"
         return self._roll_back(step, finding, words, step - looks * WeightCheck.EVERY)
-
-    def _weights_finite(self) -> bool:
-        return not self._anywhere(not self._weights.are_finite())
 
     def _anywhere(self, here: bool) -> bool:
         """Whether this holds on any rank."""
@@ -618,7 +614,7 @@ class Guard:
                 self._next_look = step + self._patience
                 return
             self._manager.spoil()
-            self._trial = RunningTrial(wrapper, self._manager.state, snapshot, jumped, words)
+            self._trial = Trial(wrapper, self._manager.state, snapshot, jumped, words)
             self._dropped = True
 
     def _moved_far(self) -> str:
@@ -800,19 +796,60 @@ class Guard:
         self._buffers.load_state_dict(state["buffers"])
 
 
-class RunningTrial(Trial):
-    """A `Trial` with the two sets of weights, whose losses count, and why it is made."""
+class Trial:
+    """Compares the weights with a snapshot's on the coming batches, in turn, before anything is rolled back.
+
+    Both see the same kind of data, and no step is made meanwhile. The order is balanced against trends and against
+    data that alternates.
+
+    Args:
+        owner: The optimizer whose losses count.
+        state: What the weights are part of.
+        snapshot: What they are compared with.
+        jumped: The step at which something happened to the weights; None if it is unknown.
+        words: Why it is made.
+    """
+
+    ORDER: ClassVar[str] = "csscsccssccscssc"
+    NEEDED: ClassVar[float] = 60 / 64  # share of pairs of batches in which the snapshot must have the lower loss
+    CLEAR: ClassVar[float] = 2.0
+    """Three batches each are enough if every loss of one side is this many times every loss of the other."""
 
     def __init__(
         self, owner: StepWrapper, state: TrainingState, snapshot: Snapshot, jumped: int | None, words: str
     ) -> None:
-        super().__init__()
         self.owner, self.jumped, self.words = owner, jumped, words
+        self.losses: dict[str, list[float]] = {"current": [], "snapshot": []}
+        self.verdict: bool | None = None  # whether the snapshot is better; None before that is known
         self._live = {f"parameter/{name}": tensor for name, tensor in state.parameters().items()}
         ours = HostCopy(self._live)
         ours.hold_back()
         self._weights = {"current": ours.wait(), "snapshot": snapshot.tensors()}
 
+    @property
+    def count(self) -> int:
+        """Batches used so far."""
+        return sum(map(len, self.losses.values()))
+
+    @property
+    def arm(self) -> str:
+        """Whose weights the next batch is for."""
+        return {"c": "current", "s": "snapshot"}[self.ORDER[self.count]]
+
     def install(self, arm: str) -> None:
         """Put the weights of one side into the model."""
         copy_all([(dense(tensor), self._weights[arm][name]) for name, tensor in self._live.items()])
+
+    def add(self, loss: float) -> None:
+        """Add the loss of a batch."""
+        self.losses[self.arm].append(math.inf if math.isnan(loss) else loss)
+        current, snapshot = self.losses.values()
+        if len(current) >= 3 and len(snapshot) >= 3 and 0 < self.CLEAR * max(snapshot) < min(current):
+            self.verdict = True
+        elif self.count == len(self.ORDER):
+            wins = sum(ours > theirs for ours in current for theirs in snapshot)
+            self.verdict = wins >= self.NEEDED * len(current) * len(snapshot)
+
+    def __str__(self) -> str:
+        current, snapshot = (statistics.median(losses) for losses in self.losses.values())
+        return f"on {self.count} batches the loss is {current:.4g}, with the snapshot's weights {snapshot:.4g}"

@@ -17,7 +17,6 @@ from gradvitals.errors import ConfigError
 
 Mode = Literal["on", "off", "dry_run"]
 MODES: tuple[str, ...] = get_args(Mode)
-BUDGET_WINDOW = 1000  # a budget limits how often a response acts within this many steps
 LARGEST_NORM = float(np.finfo(np.float32).max)  # a norm above this is not finite
 LEVEL_STEPS = 8  # steps whose median is the level of the loss
 LEVEL_HISTORY = 50  # steps whose levels a new one is compared with
@@ -293,54 +292,3 @@ class SpikeMemory:
     def from_state(cls, state: Mapping[str, Any], shift: int) -> SpikeMemory:
         """Continue from a saved state; `shift` is added to its step numbers."""
         return cls([step + shift for step in state["skipped"]], state["last"] + shift, state["streak"])
-
-
-# -- is the model worse than its snapshot? -------------------------------------------------------------------------
-
-
-class Trial:
-    """Compares the weights with a snapshot's on the coming batches, in turn, before anything is rolled back.
-
-    Both see the same kind of data, and no step is made meanwhile. The order is balanced against trends and against
-    data that alternates.
-
-    Example:
-        >>> trial = Trial()
-        >>> while trial.verdict is None:
-        ...     trial.add(9.0 if trial.arm == "current" else 2.0)
-        >>> trial.verdict, trial.count
-        (True, 6)
-    """
-
-    ORDER: ClassVar[str] = "csscsccssccscssc"
-    NEEDED: ClassVar[float] = 60 / 64  # share of pairs of batches in which the snapshot must have the lower loss
-    CLEAR: ClassVar[float] = 2.0
-    """Three batches each are enough if every loss of one side is this many times every loss of the other."""
-
-    def __init__(self) -> None:
-        self.losses: dict[str, list[float]] = {"current": [], "snapshot": []}
-        self.verdict: bool | None = None  # whether the snapshot is better; None before that is known
-
-    @property
-    def count(self) -> int:
-        """Batches used so far."""
-        return sum(map(len, self.losses.values()))
-
-    @property
-    def arm(self) -> str:
-        """Whose weights the next batch is for."""
-        return {"c": "current", "s": "snapshot"}[self.ORDER[self.count]]
-
-    def add(self, loss: float) -> None:
-        """Add the loss of a batch."""
-        self.losses[self.arm].append(math.inf if math.isnan(loss) else loss)
-        current, snapshot = self.losses.values()
-        if len(current) >= 3 and len(snapshot) >= 3 and 0 < self.CLEAR * max(snapshot) < min(current):
-            self.verdict = True
-        elif self.count == len(self.ORDER):
-            wins = sum(ours > theirs for ours in current for theirs in snapshot)
-            self.verdict = wins >= self.NEEDED * len(current) * len(snapshot)
-
-    def __str__(self) -> str:
-        current, snapshot = (statistics.median(losses) for losses in self.losses.values())
-        return f"on {self.count} batches the loss is {current:.4g}, with the snapshot's weights {snapshot:.4g}"

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from gradvitals.collect.moments import stepping
 from gradvitals.distributed.shards import local, placements, unwrapped
 from gradvitals.errors import GradvitalsError
+from gradvitals.format import listed
 from gradvitals.guard.actions import copy_all
 
 NO_PARAMETER = "(no parameter)"  # stands in for the parameter's name in optimizer state that belongs to none
@@ -364,4 +365,4 @@ def _clean(name: str) -> str:
 
 def _shown(names: Sequence[Any]) -> str:
     texts = [str(name) if isinstance(name, str) else f"({_shown(name)})" for name in names]
-    return (", ".join(texts[:5]) + (f" and {len(texts) - 5} more" if len(texts) > 5 else "")) or "none"
+    return listed(texts, 5) or "none"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gradvitals.diagnose import Diagnosis
+from gradvitals.format import listed
 from gradvitals.importing.sources import ImportSourceError, Notes, Source, find_source, number, whole
 from gradvitals.places import RUNS_FOLDER
 from gradvitals.store import RunWriter, free_run_path
@@ -67,7 +68,7 @@ def choose(columns: Sequence[str], named: Mapping[str, str], *, has_steps: bool 
             known = ", ".join((*NAMES, *(name for name in KNOWN if name not in NAMES)))
             raise ImportSourceError(f"--map {column}={metric}: there is no metric {metric!r}; expected one of {known}")
         if column not in columns:
-            raise ImportSourceError(f"--map {column}={metric}: there is no column {column!r}; found {listed(columns)}")
+            raise ImportSourceError(f"--map {column}={metric}: there is no column {column!r}; found {_named(columns)}")
         chosen[metric] = column
     taken = set(chosen.values())
     free = [column for column in columns if column not in taken]
@@ -81,7 +82,7 @@ def choose(columns: Sequence[str], named: Mapping[str, str], *, has_steps: bool 
             chosen |= {metric: found} if found is not None else {}
     if not chosen.keys() & {"loss", "grad/norm"}:
         raise ImportSourceError(
-            f"no column is known to be the loss or the gradient norm; found {listed(columns)}. "
+            f"no column is known to be the loss or the gradient norm; found {_named(columns)}. "
             "Say which is which: --map COLUMN=loss, --map COLUMN=grad/norm"
         )
     return chosen
@@ -103,7 +104,7 @@ def _guess(metric: str, columns: Sequence[str]) -> str | None:
         maybe = [column for column in like if not NOT_OF_TRAINING.search(small[column])]
     if len(maybe) > 1:
         raise ImportSourceError(
-            f"several columns may be the {metric}: {listed(maybe)}. Say which: --map {maybe[0]}={metric}"
+            f"several columns may be the {metric}: {_named(maybe)}. Say which: --map {maybe[0]}={metric}"
         )
     return maybe[0] if maybe else None
 
@@ -114,10 +115,8 @@ def _small(column: str) -> str:
     return small if column.startswith("_") else small.lstrip("_")
 
 
-def listed(columns: Sequence[str]) -> str:
-    """Returns the first columns by name, and how many more there are."""
-    more = f" and {len(columns) - SHOWN} more" if len(columns) > SHOWN else ""
-    return ", ".join(repr(column[:100]) for column in columns[:SHOWN]) + more if columns else "none"
+def _named(columns: Sequence[str]) -> str:
+    return listed((repr(column[:100]) for column in columns), SHOWN) or "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +162,7 @@ def import_run(
         raise ImportSourceError(f"{found.path} has no row that can be read as {found.kind}")
     chosen = choose(named, columns or {}, has_steps=found.kind == "tensorboard")
     if "loss" not in chosen:
-        left = listed([column for column in named if column not in chosen.values()])
+        left = _named([column for column in named if column not in chosen.values()])
         notes.others.append(
             f"no column is known to be the loss, so it is not judged; left out: {left}. "
             "If it is one of these, say which: --map COLUMN=loss"

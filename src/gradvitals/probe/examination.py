@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gradvitals.distributed.shards import unwrapped
 from gradvitals.errors import ConfigError, GradvitalsError, expect
+from gradvitals.format import listed
 from gradvitals.probe.data import Names, Reading, Subject, check_arguments, form_of, names_of
 from gradvitals.probe.gradients import Stream, gradients, signal_record, trainable
 from gradvitals.probe.landscape import landscape_record
@@ -420,8 +421,7 @@ def _missing_parameters(optimizer: torch.optim.Optimizer, parameters: Mapping[st
         )
     if not missing:
         return []
-    more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
-    return [f"the optimizer leaves out {', '.join(missing[:2])}{more}: nothing trains them"]
+    return [f"the optimizer leaves out {listed(missing, 2)}: nothing trains them"]
 
 
 def _device(home: torch.device, wanted: str | torch.device | None) -> torch.device:

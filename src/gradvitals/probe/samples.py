@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradvitals.collect.reductions import accumulator
+from gradvitals.diagnose.history import finite_median
 from gradvitals.errors import GradvitalsError
+from gradvitals.format import listed
 from gradvitals.functional.norms import squared_norm
 from gradvitals.probe.data import Subject, map_tensors, tensors_of
 from gradvitals.probe.gradients import Stream, gradients, noise_scale_of
@@ -207,9 +209,8 @@ def samples_record(
     if count < most and most != DEFAULT_EXAMPLES and (train_size is None or count < train_size):
         notes.append(f"samples: {count} of {most} examples: the batches had no more; n_batches reads more")
     if frozen:
-        more = f" and {len(frozen) - 1} more" if len(frozen) > 1 else ""
         notes.append(
-            f"samples: batch norm ({frozen[0]}{more}) used its running statistics, since with those of the batch one "
+            f"samples: batch norm ({listed(frozen, 1)}) used its running statistics, since with those of the batch one "
             "example's gradient depends on the others"
         )
     if reader.method == "loop":
@@ -318,12 +319,12 @@ def excess_losses(losses: Sequence[float], targets: Sequence[int | None]) -> Flo
         [-0.5, -0.5, 0.5, 3.5]
     """
     values = np.array(losses, dtype=np.float64)
-    usual = np.full(len(values), _median(values))
+    usual = np.full(len(values), finite_median(values))
     labels = np.array([math.nan if target is None else target for target in targets], dtype=np.float64)
     for label in np.unique(labels[np.isfinite(labels)]):
         own = labels == label
         if np.isfinite(values[own]).sum() >= MIN_PER_CLASS:
-            usual[own] = _median(values[own])
+            usual[own] = finite_median(values[own])
     found: FloatArray = values - usual
     return found
 
@@ -344,7 +345,7 @@ def standing_out(excess: FloatArray, norms: FloatArray) -> Any:
 def _add_example_lists(record: dict[str, Any], label: Callable[[int], str]) -> None:
     """Add the lists of single examples to the record of `samples`."""
     norms, cosines = np.array(record["norms"]), np.array(record["cosines"])
-    excess, median = excess_losses(record["losses"], record["targets"]), _median(norms)
+    excess, median = excess_losses(record["losses"], record["targets"]), finite_median(norms)
     # Non-finite examples come first among the suspects; those without a direction last among the contrary.
     orders = {
         "suspects": np.argsort(-np.nan_to_num(excess, nan=np.inf), kind="stable"),
@@ -370,11 +371,6 @@ def _add_example_lists(record: dict[str, Any], label: Callable[[int], str]) -> N
             }
             for i in map(int, order[:MAX_NAMED])
         ]
-
-
-def _median(values: FloatArray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else math.nan
 
 
 def _root_mean_square(values: FloatArray) -> float:

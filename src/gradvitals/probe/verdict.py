@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from gradvitals.format import listed
+
 Record = dict[str, Any]
 
 ORDER = ("critical", "warning", "info", "fine")
@@ -65,9 +67,8 @@ def _loss(about: Record, averaging: dict[str, str]) -> Iterator[Record]:
         yield item("warning", "loss", title, f"{averaging['numbers']}; {averaging['shapes']}", (), advice)
     bad = [str(i) for i, loss in enumerate(about["losses"]) if not math.isfinite(loss)]
     if bad:
-        more = f" and {len(bad) - 8} more" if len(bad) > 8 else ""
         title = f"the loss is not finite in {len(bad)} of {len(about['losses'])} batches"
-        detail = f"{'batch' if len(bad) == 1 else 'batches'} number {', '.join(bad[:8])}{more}, counted from 0"
+        detail = f"{'batch' if len(bad) == 1 else 'batches'} number {listed(bad)}, counted from 0"
         advice = "look at these batches, then at divisions and logarithms in the loss"
         yield item("critical", "signal", title, detail, (), advice)
 
@@ -84,15 +85,15 @@ def _signal(signal: Record, about: Record) -> Iterator[Record]:
         return words if by_lr is None else f"norm {side} {by_lr:.3g} (by the learning rate), or {words}"
 
     if nonfinite := [row["name"] for row in rows if row["nonfinite"]]:
-        yield item("critical", "signal", "gradients that are NaN or infinite", _names(nonfinite), nonfinite)
+        yield item("critical", "signal", "gradients that are NaN or infinite", listed(nonfinite, 2), nonfinite)
     if exploding := beyond("exploding"):
         detail = limit("exploding", "above", "relative_high")
         advice = "clip gradients, lower the learning rate, normalize activations"
-        yield item("warning", "signal", f"gradients explode in {_names(exploding)}", detail, exploding, advice)
+        yield item("warning", "signal", f"gradients explode in {listed(exploding, 2)}", detail, exploding, advice)
     none = [row["name"] for row in rows if row["verdict"] == "none"]
     if none:
         advice = "check that the loss depends on it: a detach, a dead unit before it, an unused part"
-        yield item("warning", "signal", f"no gradient reaches {_names(none)}", "zero in every batch", none, advice)
+        yield item("warning", "signal", f"no gradient reaches {listed(none, 2)}", "zero in every batch", none, advice)
     vanishing = [name for name in beyond("vanishing") if name not in none]
     # If a normalization or a softmax cancels a parameter, its gradient is only rounding, as it should be.
     for cancels, severity, advice in (
@@ -102,9 +103,9 @@ def _signal(signal: Record, about: Record) -> Iterator[Record]:
         names = [name for name in vanishing if _may_cancel(name) is cancels]
         if names:
             detail = limit("vanishing", "below", "relative_low")
-            yield item(severity, "signal", f"gradients vanish in {_names(names)}", detail, names, advice)
+            yield item(severity, "signal", f"gradients vanish in {listed(names, 2)}", detail, names, advice)
     if unsteady := [row["name"] for row in rows if row["cv"] > 1]:
-        title = f"the gradient norm jumps between batches in {_names(unsteady)}"
+        title = f"the gradient norm jumps between batches in {listed(unsteady, 2)}"
         advice = "larger batches, clipping, a look at the batches with the largest norm"
         yield item("warning", "signal", title, "its standard deviation is larger than its mean", unsteady, advice)
     total, size = signal["total"], signal["batch_size"]
@@ -140,20 +141,20 @@ def _layers(layers: Record, about: Record) -> Iterator[Record]:
             worst = max(dead, key=lambda row: row["dead_share"])
             detail = f"{worst['dead']} of {worst['units']} in {_module(worst)} were zero for every example"
             advice = "a lower learning rate, LeakyReLU or GELU, another initialization of the biases"
-            yield item(severity, "layers", f"dead units in {_names(names)}", detail, names, advice)
+            yield item(severity, "layers", f"dead units in {listed(names, 2)}", detail, names, advice)
     if saturated := [row for row in rows if row["saturated_share"] > SATURATED]:
         fine, names = False, [_module(row) for row in saturated]
         worst = max(saturated, key=lambda row: row["saturated_share"])
         share = f"{100 * worst['saturated_share']:.0f} %"
         detail = f"{share} of the {worst['kind']} outputs of {_module(worst)} are at an end of the range"
         advice = "smaller weights, normalized inputs, an activation that does not saturate"
-        yield item("warning", "layers", f"saturated activations in {_names(names)}", detail, names, advice)
+        yield item("warning", "layers", f"saturated activations in {listed(names, 2)}", detail, names, advice)
     big = [row for row in layers["tensors"] if row["update_ratio"] > BIG_UPDATE and row["weight_norm"] > 0]
     if big:
         fine, names = False, [row["name"] for row in big]
         detail = f"up to {100 * max(row['update_ratio'] for row in big):.3g} % of the weights' norm"
         advice = "a lower learning rate, or warmup; ignore new biases that start at zero"
-        title = f"one step changes {_names(names)} by more than {100 * BIG_UPDATE:.0f} %"
+        title = f"one step changes {listed(names, 2)} by more than {100 * BIG_UPDATE:.0f} %"
         yield item("warning", "layers", title, detail, names, advice)
     if fine:
         units = sum(row["units"] for row in rows if "relu" in row["kind"])
@@ -189,13 +190,12 @@ def _samples(samples: Record, about: Record) -> Iterator[Record]:
         yield item("info", "samples", "single examples show no signal above their noise", detail)
 
 
-def _examples(samples: Record, which: list[int], most: int = 4) -> str:
+def _examples(samples: Record, which: list[int]) -> str:
     """Returns names of single examples: their index in the data set or in the batches read."""
     indices, places = samples["dataset_indices"], samples["places"]
-    more = f" and {len(which) - most} more" if len(which) > most else ""
     if all(indices[i] is not None for i in which):
-        return f"number {', '.join(str(indices[i]) for i in which[:most])}{more} of the data set"
-    return ", ".join(f"place {places[i][1]} of batch {places[i][0]}" for i in which[:most]) + more
+        return f"number {listed([indices[i] for i in which], 4)} of the data set"
+    return listed([f"place {places[i][1]} of batch {places[i][0]}" for i in which], 4)
 
 
 def _landscape(landscape: Record, about: Record) -> Iterator[Record]:
@@ -231,7 +231,3 @@ def _landscape(landscape: Record, about: Record) -> Iterator[Record]:
 
 def _module(row: Record) -> str:
     return row["module"] or "the model"
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

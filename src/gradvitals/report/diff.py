@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.format import number
+from gradvitals.diagnose.history import finite_median, step_spread
+from gradvitals.format import listed, number
 from gradvitals.report.catalog import name_of
-from gradvitals.report.format import clean, cut, percent, plural
+from gradvitals.report.format import clean, cut, in_sentence, percent, plural
+from gradvitals.report.replay import diagnose_run
 from gradvitals.report.series import ByLayer, Floats, Steps
-from gradvitals.report.verdict import LABELS, Level, diagnose_run, in_sentence, judge_run, num_ranks
+from gradvitals.report.state import num_ranks
+from gradvitals.report.verdict import LABELS, Level, judge_run
 from gradvitals.store.reader import Run, open_run
 
 WINDOW_SHARE = 50
@@ -103,10 +106,9 @@ class RunDiff:
         """Returns the differences in words, the most important first."""
         lines = [] if self.common_steps else ["The runs have no steps in common, so their curves cannot be compared."]
         lines += [line for curve in self.curves for line in _describe(curve)]
-        shown = list(self.settings.items())[:MAX_SETTINGS]
-        more = f" and {len(self.settings) - len(shown)} more" if len(self.settings) > len(shown) else ""
-        listed = ", ".join(f"{cut(name, 60)} {_value(a)} → {_value(b)}" for name, (a, b) in shown)
-        lines.append(f"Settings that differ (A → B): {listed}{more}." if shown else "All recorded settings are equal.")
+        settings = (f"{cut(name, 60)} {_value(a)} → {_value(b)}" for name, (a, b) in self.settings.items())
+        changed = listed(settings, MAX_SETTINGS)
+        lines.append(f"Settings that differ (A → B): {changed}." if changed else "All recorded settings are equal.")
         for ids, where in ((self.lost, "A"), (self.gained, "B")):
             names = (
                 f"{in_sentence(name_of(name))} [{name}]" + (f" ×{count}" if count > 1 else "")
@@ -183,7 +185,7 @@ def _curves(a: Run, b: Run) -> tuple[int, list[CurveDiff]]:
         common = max(common, len(steps))
         if len(steps):
             curve = _curve(metric, steps, left, right)
-            final_a, final_b = (_median(values[-curve.final_window :]) for _, values in own)
+            final_a, final_b = (finite_median(values[-curve.final_window :]) for _, values in own)
             ends = int(own[0][0][-1]), int(own[1][0][-1])
             curves.append(replace(curve, final_a=final_a, final_b=final_b, last_steps=ends))
     first = _first_layer(a, b)
@@ -222,11 +224,11 @@ def _curve(metric: str, steps: Steps, a: Floats, b: Floats, layer: str | None = 
     return CurveDiff(
         metric=metric,
         step=int(steps[at]) if separated else None,
-        a=_median(a[there]),
-        b=_median(b[there]),
+        a=finite_median(a[there]),
+        b=finite_median(b[there]),
         window=len(a[there]),
-        final_a=_median(a[-last:]),
-        final_b=_median(b[-last:]),
+        final_a=finite_median(a[-last:]),
+        final_b=finite_median(b[-last:]),
         final_window=last,
         last_steps=(int(steps[-1]), int(steps[-1])),
         first_difference=int(steps[differ[0]]) if differ.size else None,
@@ -274,8 +276,7 @@ def _apart(a: Floats, b: Floats) -> tuple[Any, Any, int]:
         share = np.full(len(a), SHARE)
     else:
         share = SHARE * np.maximum(np.abs(a), np.abs(b))
-    changes = np.diff((a - b)[known])
-    noise = float(1.4826 * np.median(np.abs(changes)) / np.sqrt(2)) if changes.size else 0.0
+    noise = step_spread((a - b)[known]) if known.sum() > 1 else 0.0
     smooth = _beyond(_smooth(a, width), _smooth(b, width), np.maximum(NOISE * noise / np.sqrt(width), share))
     return smooth, _beyond(a, b, np.maximum(NOISE * noise, share)), width
 
@@ -296,13 +297,8 @@ def _smooth(values: Floats, width: int) -> Floats:
     middle: Floats = np.median(np.where(known, rolled, 0.0), axis=-1)
     if not known.all():
         rows = np.flatnonzero(~known.all(axis=-1))
-        middle[rows] = [_median(rolled[row]) if 2 * known[row].sum() > width else np.nan for row in rows]
+        middle[rows] = [finite_median(rolled[row]) if 2 * known[row].sum() > width else np.nan for row in rows]
     return middle
-
-
-def _median(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(np.median(known)) if known.size else float("nan")
 
 
 def _same(a: Floats, b: Floats) -> Any:

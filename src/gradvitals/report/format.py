@@ -106,6 +106,16 @@ def cut(text: str, limit: int = 120) -> str:
     return f"{text[: kept - kept // 2]}…{text[len(text) - kept // 2 :]}"
 
 
+def in_sentence(name: str) -> str:
+    """Returns a name within a sentence: lowercase, except for words such as GSNR and NaN.
+
+    >>> in_sentence("NaN in the data"), in_sentence("Loss spike")
+    ('NaN in the data', 'loss spike')
+    """
+    first = name.partition(" ")[0]
+    return name if first != first.capitalize() else name[:1].lower() + name[1:]
+
+
 def capitalized(text: str) -> str:
     """Returns the text with a capital first letter and the rest as it is."""
     return text[:1].upper() + text[1:]
@@ -239,9 +249,7 @@ LATEST_ACTIONS = 5
 
 def where(finding: Finding, limit: int = NAMED_TENSORS) -> str:
     """Returns the tensors by name, how many more there are, and the rank if it is of one."""
-    names = [cut(name) for name in finding.tensors[: limit if len(finding.tensors) > limit + 1 else limit + 1]]
-    rest = len(finding.tensors) - len(names)
-    text = ", ".join(names) + (f" and {rest:,} more" if rest else "")
+    text = format.listed(map(cut, finding.tensors), limit if len(finding.tensors) > limit + 1 else limit + 1)
     return text if finding.rank is None else f"{text} (rank {finding.rank})"
 
 

@@ -13,10 +13,11 @@ import numpy as np
 from gradvitals.report.charts import Axis, Mark, bar, heatmap_figure, interval_mark, over_steps, timeline
 from gradvitals.report.format import TITLE, capitalized, cut, duration, number, summarize_actions
 from gradvitals.report.markup import Html, Part, document, folded, join, table, tag
+from gradvitals.report.replay import OnStep
 from gradvitals.report.report import Checks, Report
 from gradvitals.report.series import Span, read_curves, read_heatmaps, span_of
 from gradvitals.report.summary import LARGE_SPIKE, Summary, step_batch
-from gradvitals.report.verdict import LABELS, OnStep, RankedFinding, Verdict
+from gradvitals.report.verdict import LABELS, RankedFinding, Verdict
 from gradvitals.store.reader import Run
 from gradvitals.types import Action, Finding
 

@@ -15,7 +15,10 @@ from typing import Any
 from gradvitals.errors import GradvitalsError, RunNotFoundError
 from gradvitals.places import searched_folders
 from gradvitals.report.catalog import name_of
-from gradvitals.report.verdict import Level, State, in_sentence, judge_run, state_of, was_diagnosed
+from gradvitals.report.format import in_sentence
+from gradvitals.report.replay import was_diagnosed
+from gradvitals.report.state import State, state_of
+from gradvitals.report.verdict import Level, judge_run
 from gradvitals.store.opening import is_run_file
 from gradvitals.store.reader import open_run
 from gradvitals.store.schema import FILE_NAME
@@ -73,18 +76,17 @@ def find_runs(folder: Path) -> list[RunFile]:
     return sorted(found, key=lambda file: file.name)
 
 
-def newest_runs(count: int, folder: Path | None = None, *, without: Iterable[Path] = ()) -> list[Path]:
-    """Returns the folders of the runs that were written to last, the oldest of these first.
+def newest_runs(count: int, *, without: Iterable[Path] = ()) -> list[Path]:
+    """Returns the folders of the runs in `gradvitals_runs` and `runs` that were written to last, the oldest first.
 
     Args:
         count: How many.
-        folder: Where to look; None looks in `gradvitals_runs` and `runs`.
         without: Runs that do not count.
 
     Raises:
         RunNotFoundError: If there are fewer.
     """
-    folders = searched_folders() if folder is None else [folder]
+    folders = searched_folders()
     skipped = {path.resolve() for path in without}
     found = [(file, place) for place in folders for file in find_runs(place) if file.path.parent not in skipped]
     if len(found) < count:

@@ -17,9 +17,11 @@ from rich.text import Text
 
 from gradvitals.errors import RunFormatError, RunNotFoundError
 from gradvitals.report.format import clean, interval, number
+from gradvitals.report.replay import was_diagnosed
+from gradvitals.report.state import STATES
 from gradvitals.report.summary import Summary, summarize
 from gradvitals.report.terminal import run_in_numbers
-from gradvitals.report.verdict import STATES, Verdict, judge_run, was_diagnosed
+from gradvitals.report.verdict import Verdict, judge_run
 from gradvitals.store.reader import open_run
 
 SILENT_SECONDS = 15.0
@@ -133,9 +135,9 @@ def draw(console: Console, following: Iterator[Moment]) -> None:
     last: Moment | None = None
     with Live(Text(""), console=console, screen=True, auto_refresh=False) as live:
         for last in following:
-            live.update(_Cropped(Frame(last)), refresh=True)
+            live.update(_Cropped(frame(last)), refresh=True)
     if last is not None:
-        console.print(Frame(last))
+        console.print(frame(last))
 
 
 @dataclass
@@ -166,15 +168,9 @@ class Lines:
             self.console.print(clean(line), soft_wrap=True)
 
 
-@dataclass(frozen=True)
-class Frame:
-    """One moment of a run, in the width at hand."""
-
-    moment: Moment
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Renders all of it, the most important first."""
-        yield run_in_numbers(self.moment.summary, self.moment.verdict, most=MAX_FINDINGS)
+def frame(moment: Moment) -> RenderableType:
+    """Returns all there is to show of a moment, the most important first."""
+    return run_in_numbers(moment.summary, moment.verdict, most=MAX_FINDINGS)
 
 
 @dataclass(frozen=True)

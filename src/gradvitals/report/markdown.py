@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from gradvitals.report.format import clean, fix_snippet, number, summarize_actions
 from gradvitals.report.report import Report
-from gradvitals.report.verdict import LABELS, RankedFinding, state_of
+from gradvitals.report.state import state_of
+from gradvitals.report.verdict import LABELS, RankedFinding
 
 LIGHTS = {"healthy": "🟢", "attention": "🟡", "unhealthy": "🔴"}
 LABELED = ("Likely cause", "Fix", "Evidence")

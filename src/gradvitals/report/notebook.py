@@ -19,8 +19,10 @@ from gradvitals.errors import GradvitalsError, RunError
 from gradvitals.report.charts import Axis, curve_parts, value_axis
 from gradvitals.report.format import TITLE, clean, cut, fix_snippet, number
 from gradvitals.report.markup import Html, Part, folded, tag
+from gradvitals.report.replay import UNDIAGNOSED, was_diagnosed
 from gradvitals.report.series import Curve, read_curves, read_heatmap, span_of
-from gradvitals.report.verdict import UNDIAGNOSED, Verdict, judge_run, num_ranks, progress, was_diagnosed
+from gradvitals.report.state import num_ranks, progress
+from gradvitals.report.verdict import Verdict, judge_run
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Floats, Names, Run, open_run
 

@@ -13,21 +13,10 @@ from gradvitals.diagnose import RULES
 from gradvitals.report.catalog import name_of, passed_text
 from gradvitals.report.caveats import NOISE_RULES, adam_memory, layers_without_signal, negative_gsnr_in, silent_rules
 from gradvitals.report.format import plural
+from gradvitals.report.replay import Diagnosed, OnStep, diagnose_run, recorded_settings, was_diagnosed
+from gradvitals.report.state import metric_of_every_step, num_ranks, restarts, state_of
 from gradvitals.report.summary import Summary, step_batch, summarize
-from gradvitals.report.verdict import (
-    Diagnosed,
-    OnStep,
-    Verdict,
-    diagnose_run,
-    judge_run,
-    metric_of_every_step,
-    num_ranks,
-    recorded_settings,
-    restarts,
-    self_reports,
-    state_of,
-    was_diagnosed,
-)
+from gradvitals.report.verdict import Verdict, judge_run, self_reports
 from gradvitals.store.blocks import KINDS
 from gradvitals.store.reader import Run
 from gradvitals.types import SOURCES, Action, Finding

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradvitals.metrics import METRICS
+from gradvitals.report.state import metric_of_every_step
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run
 from gradvitals.types import TensorInfo
@@ -223,8 +224,7 @@ class Curve:
 
 def span_of(run: Run) -> Span | None:
     """Returns the first and last step that were read; None for a run without readings."""
-    values = run.metrics("values")
-    counted = next((metric for metric in ("grad/norm", "loss") if metric in values), next(iter(values), None))
+    counted = metric_of_every_step(run) or next(iter(run.metrics("values")), None)
     if counted is None:
         return None
     steps, _ = run.times(counted)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gradvitals.report.caveats import adam_memory, negative_gsnr
 from gradvitals.report.format import duration, number, plural
 from gradvitals.report.series import ByLayer, Floats, scan
-from gradvitals.report.verdict import State, metric_of_every_step, num_ranks, progress, state_of
+from gradvitals.report.state import State, metric_of_every_step, num_ranks, progress, state_of
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run
 from gradvitals.types import FloatArray

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradvitals.advise import Advice, Advised, Confidence
+from gradvitals.places import relative
 from gradvitals.report.catalog import Entry, name_of
 from gradvitals.report.format import (
     ASCII_BLOCKS,
@@ -28,6 +29,7 @@ from gradvitals.report.format import (
     clean,
     cut,
     fix_snippet,
+    in_sentence,
     latest_actions,
     number,
     plural,
@@ -36,19 +38,11 @@ from gradvitals.report.format import (
     where,
 )
 from gradvitals.report.listing import RunLine
+from gradvitals.report.replay import UNDIAGNOSED, was_diagnosed
 from gradvitals.report.report import Report
+from gradvitals.report.state import restarts
 from gradvitals.report.summary import LARGE_SPIKE, Summary, WorstList
-from gradvitals.report.verdict import (
-    LABELS,
-    UNDIAGNOSED,
-    Level,
-    RankedFinding,
-    Verdict,
-    in_sentence,
-    relative,
-    restarts,
-    was_diagnosed,
-)
+from gradvitals.report.verdict import LABELS, Level, RankedFinding, Verdict
 from gradvitals.types import Action, Finding, FloatArray, Severity
 
 P = ParamSpec("P")
@@ -361,7 +355,7 @@ def run_in_numbers(
     summary: Summary, verdict: Verdict | None, *, diagnosed: bool = True, most: int | None = None
 ) -> Iterator[RenderableType]:
     """Returns the verdict, then vital signs, at most so many findings, layers, and tensors that stand out."""
-    yield summary_head(summary)
+    yield Text(clean(summary.run), style="bold").append(f"  {summary.about}", style="not bold")
     if summary.last_step is None:
         yield Text("No readings yet.")
     else:
@@ -380,11 +374,6 @@ def run_in_numbers(
         yield layer_table(summary)
     for worst in summary.worst:
         yield from (worst_list(worst), Text())
-
-
-def summary_head(summary: Summary) -> Text:
-    """Returns the run's name, and how far it is."""
-    return Text(clean(summary.run), style="bold").append(f"  {summary.about}", style="not bold")
 
 
 def vitals_table(summary: Summary) -> Table:

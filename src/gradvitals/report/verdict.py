@@ -1,44 +1,44 @@
-"""The verdict on a run: how serious its findings are by now, how its processes ended, and one line that sums it up."""
+"""The verdict on a run: how serious its findings are by now, and one line that sums it up."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import groupby, pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gradvitals.diagnose import RULES, Diagnosis, RunInfo
+from gradvitals.diagnose import RULES
 from gradvitals.diagnose.message import unread_steps
-from gradvitals.errors import RunError
 from gradvitals.format import number
-from gradvitals.notices import ABOUT_MONITORING, made
+from gradvitals.notices import ABOUT_MONITORING
+from gradvitals.places import relative
 from gradvitals.report.catalog import name_of
-from gradvitals.report.format import clean, cut, duration, evidence, plural, where
-from gradvitals.store.opening import is_gone
+from gradvitals.report.format import clean, cut, evidence, in_sentence, plural, where
+from gradvitals.report.replay import diagnose_run
+from gradvitals.report.state import (
+    ENDS,
+    STOPPED,
+    WHY_STOPPED,
+    describe_restarts,
+    interruption,
+    metric_of_every_step,
+    restarts,
+    state_of,
+    steps_spanned,
+)
 from gradvitals.store.reader import Run, open_run
 from gradvitals.types import SEVERITIES, Finding, Fix, Severity
 
 Level = Literal["healthy", "attention", "unhealthy"]
-State = Literal["running", "finished", "stopped"]
-OnStep = Callable[[int], None]
-"""Called with the number of each step that is replayed."""
 
 LEVELS: dict[Severity, Level] = {"info": "healthy", "warning": "attention", "critical": "unhealthy"}
 LABELS: dict[Level, str] = {"healthy": "Healthy", "attention": "Needs attention", "unhealthy": "Unhealthy"}
-STATES: dict[State, str] = {"running": "running", "finished": "finished", "stopped": "cut off"}
 
-STOPPED = "training_stopped"
-WHY_STOPPED = (STOPPED, "ranks_lost")
-"""Findings that explain why a process ended, the most specific first."""
-ENDS = (STOPPED, "run_cut_off")
-"""Findings about the end itself."""
 ONGOING = ", ongoing when the run ended"
 
 CLEAR_STEPS = 20
@@ -51,7 +51,6 @@ EARLY_STEPS = 50
 """With fewer steps read than this, no findings mean little."""
 NAMED_NOTES = 3
 
-UNDIAGNOSED = "Recorded without diagnosis. `gradvitals doctor` judges the stored readings."
 NO_LOSS = "No loss was recorded, so loss checks were skipped: call monitor.observe(loss) after backward."
 NO_LOSS_IMPORTED = "No loss was imported, so loss checks were skipped: name its column with --map COLUMN=loss."
 
@@ -418,84 +417,7 @@ def _counts(ranked: Sequence[RankedFinding], *, steps: int, read: int, live: boo
     return ", ".join([*parts, *([] if early else ["no other findings" if crashed else "no findings"])])
 
 
-def in_sentence(name: str) -> str:
-    """Returns a name within a sentence: lowercase, except for words such as GSNR and NaN.
-
-    >>> in_sentence("NaN in the data"), in_sentence("Loss spike")
-    ('NaN in the data', 'loss spike')
-    """
-    first = name.partition(" ")[0]
-    return name if first != first.capitalize() else name[:1].lower() + name[1:]
-
-
 # -- the verdict on a run ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Diagnosed:
-    """The findings of a run, and where they come from."""
-
-    findings: tuple[Finding, ...]
-    failed: frozenset[str] = frozenset()
-    """Rules that raised an error."""
-    replayed: str = ""
-    """Why the readings were replayed; empty if the findings are those recorded with the run."""
-
-
-def diagnose_run(run: Run, *, again: bool = False, on_step: OnStep | None = None) -> Diagnosed:
-    """Returns the findings recorded with a run; if it was recorded without diagnosis, those of a replay.
-
-    Raises:
-        RunError: If the run has no readings.
-    """
-    if run.last_step is None:
-        raise RunError(f"{run.path} has no readings yet; there is nothing to judge")
-    meta, recorded = run.meta, run.findings
-    undiagnosed = "" if was_diagnosed(meta) else "it was recorded without diagnosis"
-    why = "as requested" if again else "it was imported" if "imported" in meta else undiagnosed
-    if not why:
-        failed = (str(finding.evidence.get("about")) for finding in recorded if finding.id == "monitor_error")
-        return Diagnosed(tuple(recorded), frozenset(failed))
-    replayed = replay(run, on_step)
-    notices = [finding for finding in recorded if finding.id not in RULES]  # no reading shows how a run ended
-    return replace(replayed, findings=(*notices, *replayed.findings), replayed=why)
-
-
-def replay(run: Run, on_step: OnStep | None = None) -> Diagnosed:
-    """Runs the current rules over every stored reading, with the settings the run was recorded with.
-
-    Tensors are stored less often than a live run reads them, so some findings come later or not at all.
-    """
-    failed: set[str] = set()
-    settings = {name: chosen for name, chosen in recorded_settings(run.meta).items() if name in RULES}
-    for name, chosen in settings.items():  # another version, or a user's own rule, may have had other settings
-        if isinstance(chosen, Mapping):
-            names = {f.name for f in fields(RULES[name]) if f.init}  # type: ignore[arg-type]
-            settings[name] = {key: value for key, value in chosen.items() if key in names}
-    info = RunInfo.from_json(run.meta.get("facts") or {})
-    diagnosis = Diagnosis(info=info, settings=settings, on_error=lambda rule, error: failed.add(rule))
-    diagnosis.describe(run.layout)
-    has_norms, last_step = "grad/norm" in run.metrics("values"), run.last_step
-    for step, grouped in groupby(run.readings(), key=lambda reading: reading.step):
-        readings = list(grouped)
-        if step == last_step and has_norms and not any("grad/norm" in reading.values for reading in readings):
-            continue  # a skipped step, stored for its number and loss alone: no live run judged it either
-        diagnosis.read(readings)
-        if on_step is not None:
-            on_step(step)
-    if not run.is_live:
-        diagnosis.finish()
-    return Diagnosed(tuple(diagnosis.findings), frozenset(failed))
-
-
-def was_diagnosed(meta: Mapping[str, Any]) -> bool:
-    """Returns whether rules ran while the run was recorded."""
-    return "facts" in meta and (meta.get("config") or {}).get("diagnose", True) is not False
-
-
-def recorded_settings(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of rules that the run was recorded with."""
-    return dict((meta.get("config") or {}).get("rules") or {})
 
 
 def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
@@ -512,7 +434,7 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
         steps, read = steps_spanned(run, made), len(numbers)
     verdict = judge(findings, last_step=last_step, steps=steps, read=read, live=run.is_live)
     if state_of(run) == "stopped" and stop_of(verdict.ranked) is None:  # otherwise a finding explains it
-        verdict = judge((*findings, _cut_off(run, last_step)), last_step=last_step, steps=steps, read=read)
+        verdict = judge((*findings, interruption(run, last_step)), last_step=last_step, steps=steps, read=read)
     more, known = [describe_restarts(restarts(run))], run.metrics("values")
     if read < EARLY_STEPS and not verdict.ranked and not run.is_live:
         seen = []
@@ -528,28 +450,6 @@ def judge_run(run: Run, findings: Iterable[Finding]) -> Verdict:
     return replace(verdict, headline=f"{verdict.headline} {remarks}".rstrip(), remarks=remarks)
 
 
-def steps_spanned(run: Run, steps: NDArray[np.int64]) -> int:
-    """Returns how many steps training made from the first to the last of those that were read, in order.
-
-    Some between them may have been passed over. What lies between two processes of a run is not counted.
-    """
-    # Of a process that a later one did all over again, nothing is left.
-    begins = np.minimum.accumulate([segment.first_step for segment in reversed(run.segments)])[::-1]
-    parts = np.split(steps, np.searchsorted(steps, begins))
-    return sum(int(part[-1]) - int(part[0]) + 1 for part in parts if len(part))
-
-
-def metric_of_every_step(run: Run) -> str | None:
-    """Returns a metric that every step has; None if there is none."""
-    values = run.metrics("values")
-    return next((metric for metric in ("grad/norm", "loss") if metric in values), None)
-
-
-def num_ranks(meta: Mapping[str, Any]) -> int:
-    """Returns how many processes the run was recorded with."""
-    return int(meta.get("ranks") or 1)
-
-
 def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
     """Yields what to print when training is over: the verdict on each run, and where to read more."""
     details = []
@@ -561,76 +461,3 @@ def closing_lines(runs: Mapping[Path, str]) -> Iterator[str]:
         counted = f"{clean(verdict.counted)}; " if verdict.counted else ""
         details.append(f"{counted}details: gradvitals doctor {relative(path)}")
     yield from details
-
-
-def relative(path: Path) -> str:
-    """Returns a path as seen from the working directory, if it is below it."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-# -- how the processes of a run ended ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Restart:
-    """Another process continued the run."""
-
-    step: int
-    """Where it continued."""
-    why: str
-    """How the process before it had ended."""
-    crashed: bool
-    """Whether that was an error or a kill."""
-
-
-def state_of(run: Run) -> State:
-    """Returns whether a run is being written, was closed, or ended without being closed."""
-    if run.is_live:
-        return "running"
-    return "stopped" if run.meta["finished_at"] is None else "finished"
-
-
-def progress(run: Run) -> str:
-    """Returns the state of a run, and how far it is, in words."""
-    state, last = state_of(run), run.last_step
-    if last is None:
-        return f"{STATES[state]}, no steps"
-    return f"{STATES[state]}, {f'step {last:,}' if state == 'running' else plural(last + 1, 'step')}"
-
-
-def _cut_off(run: Run, last_step: int) -> Finding:
-    """Returns the finding for a run whose process ended without a trace."""
-    silent = time.time() - float(run.meta["heartbeat"])
-    seen = "its process is gone, last seen" if is_gone(run.meta) else "its process was last seen"
-    title = f"The run was cut off at step {last_step:,}: it was not closed, and {seen} {duration(silent)} ago"
-    return made("run_cut_off", title, last_step, evidence={"silent_seconds": round(silent, 1)})
-
-
-def restarts(run: Run) -> tuple[Restart, ...]:
-    """Returns each time another process continued the run, and why it had to."""
-    ends = [finding for finding in run.findings if finding.id in WHY_STOPPED]
-    found = []
-    for before, after in pairwise(run.segments):
-        first, step = before.first_step, after.first_step
-        # A finding from before the step of the restart is not hidden; only its step shows which process it belongs to.
-        own = [*before.hidden, *(finding for finding in ends if first <= finding.first_step < step)]
-        why = next((finding for name in WHY_STOPPED for finding in own if finding.id == name), None)
-        cut_off = before.finished_at is None
-        text, crashed = "the process was cut off" if cut_off else "the run was closed", cut_off
-        if why is not None:
-            text, crashed = f"{why.title} (step {why.first_step:,})", why.severity != "info"
-        found.append(Restart(step, text, crashed))
-    return tuple(found)
-
-
-def describe_restarts(found: Sequence[Restart]) -> str:
-    """Returns the restarts in a sentence, the last one with its reason; empty if there was none."""
-    if not found:
-        return ""
-    last = found[-1]
-    often = {1: "once", 2: "twice"}.get(len(found), f"{len(found)} times")
-    crashed = sum(restart.crashed for restart in found)
-    of_these = f" ({crashed} after a crash)" if 1 < len(found) != crashed else ""
-    latest = "" if len(found) == 1 else "last "
-    return f"Restarted {often}{of_these}, {latest}at step {last.step:,}; before that: {last.why}."

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradvitals.errors import RunNotFoundError
+from gradvitals.format import listed
 from gradvitals.store import schema
 
 SHARED_FILESYSTEMS = (
@@ -88,9 +89,6 @@ def find_run_file(path: str | os.PathLike[str]) -> Path:
     file = path / schema.FILE_NAME
     if file.is_file():
         return file
-
-    def listed(names: list[str]) -> str:
-        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
     if below := _runs_in(path):
         raise RunNotFoundError(f"{path} is not a run, but has runs in it: {listed(below)}")

@@ -21,7 +21,8 @@ from gradvitals.metrics import METRICS
 from gradvitals.report.diff import diff as compare
 from gradvitals.report.listing import RunFile
 from gradvitals.store.blocks import KINDS
-from gradvitals.store.reader import Run, UnknownNameError
+from gradvitals.store.catalog import UnknownNameError
+from gradvitals.store.reader import Run
 from gradvitals.types import json_ready
 from gradvitals.web import views
 from gradvitals.web.run_index import RunIndex, Watcher, stamp

@@ -17,18 +17,11 @@ from gradvitals.report.catalog import name_of
 from gradvitals.report.diff import RunDiff
 from gradvitals.report.format import clean, cut, fix_snippet, summarize_actions, where
 from gradvitals.report.listing import RunFile
+from gradvitals.report.replay import UNDIAGNOSED, was_diagnosed
 from gradvitals.report.series import CURVES, CellReducer, Floats, is_averaged, layer_kinds, table_of
+from gradvitals.report.state import num_ranks, state_of
 from gradvitals.report.summary import worst_lists
-from gradvitals.report.verdict import (
-    UNDIAGNOSED,
-    RankedFinding,
-    Verdict,
-    judge_run,
-    num_ranks,
-    self_reports,
-    state_of,
-    was_diagnosed,
-)
+from gradvitals.report.verdict import RankedFinding, Verdict, judge_run, self_reports
 from gradvitals.store.blocks import Kind
 from gradvitals.store.reader import Run, min_max_buckets
 from gradvitals.types import Action

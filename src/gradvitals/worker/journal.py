@@ -25,7 +25,7 @@ from gradvitals.store.opening import filesystem_type, is_shared
 
 MAGIC = b"gvjrnl02"
 HEADER_BYTES = 4096
-HEAD, TAIL, DROPPED, CAPACITY = 64, 128, 192, 16
+HEAD, TAIL, DROPPED = 64, 128, 192
 MAX_CAPACITY = 1 << 32
 
 _RECORD = struct.Struct("<II")  # payload bytes, kind
@@ -100,7 +100,7 @@ class Journal:
     def append(self, kind: int, data: bytes) -> bool:
         """Append a record. Returns False, without blocking, if the ring has no room for it."""
         length = len(data)
-        needed = (_RECORD.size + length + 7) & ~7
+        needed = (_RECORD.size + length + 7) & ~7  # as in `read`; a function would be one more call per plain step
         memory, head = self._memory, self._head
         position = head % self.capacity
         to_end = self.capacity - position

@@ -51,19 +51,9 @@ class _Clipping(Rule):
     family = "clipping"
     needs = ("grad/norm", "clip/max_norm")
     closes_after = 100
+    every = 10
 
-    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     QUANTILE = 0.9  # share of the recent norms that the proposed limit leaves alone
-
-    def check(self, step: Step) -> Observation | None:
-        if step.number % self.EVERY:
-            return None
-        limit = step.value("clip/max_norm")
-        return self.compare(step, limit) if 0 < limit < np.inf else None
-
-    def compare(self, step: Step, limit: float) -> Observation | None:
-        """Returns what the last norms show of the limit."""
-        raise NotImplementedError
 
 
 @register
@@ -115,8 +105,10 @@ class ClipSaturated(_Clipping):
     share: float = 0.95
     """Share of steps that must be clipped."""
 
-    def compare(self, step: Step, limit: float) -> Observation | None:
-        """Counts the norms over the limit."""
+    def check(self, step: Step) -> Observation | None:
+        limit = step.value("clip/max_norm")
+        if not 0 < limit < np.inf:
+            return None
         scale = step.values.get("clip/scale", 1.0)
         norms = scale * step.history["grad/norm"].last(self.WINDOW)
         clipped = float(np.mean(norms > limit)) if len(norms) else 0.0
@@ -160,10 +152,9 @@ class ClipIdle(_Clipping):
     factor: float = 10.0
     """The limit over the largest norm, at least."""
 
-    def compare(self, step: Step, limit: float) -> Observation | None:
-        """Compares the limit with the largest norm."""
-        norms = step.history["grad/norm"].last(2 * self.min_steps)
-        if len(norms) < self.min_steps or limit <= self.factor * float(norms.max()):
+    def check(self, step: Step) -> Observation | None:
+        limit, norms = step.value("clip/max_norm"), step.history["grad/norm"].last(2 * self.min_steps)
+        if not 0 < limit < np.inf or len(norms) < self.min_steps or limit <= self.factor * float(norms.max()):
             return None
         proposed = _two_digits(self.SPIKES * float(np.quantile(norms, self.QUANTILE)))
         seen = {"limit": limit, "norm": float(norms.max()), "max_norm": proposed, "steps": len(norms)}

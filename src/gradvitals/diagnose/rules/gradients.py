@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD, MEDIAN_ABS_TO_STD
-from gradvitals.diagnose.history import Floats
+from gradvitals.diagnose.baseline import MEAN_ABS_TO_STD, Floats, empty, resized
+from gradvitals.diagnose.history import step_spread
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.rules.clipping import CLIPPED_ALREADY, clipping_fix, proposed_limit
@@ -275,13 +275,11 @@ class Explosion(Rule):
         if seen is None:
             return self._afterwards(step)
         if self.since < 0 or step.number - self.last > self.closes_after:
-            losses = step.history["loss"].last(20)
-            self.calm_loss = float(np.median(losses)) if len(losses) else math.nan
-            self.calm_spread = step_spread(losses) if len(losses) > 1 else math.nan
+            losses = step.history["loss"]
+            self.calm_loss, self.calm_spread = losses.median(20), step_spread(losses.last(20))
             self.since, self.times, self.hot_updates, self.skipped, self.verdict = step.number, 0, 0, 0, ""
             self.seen, self.text, self.names = {}, {}, []
-            rates = step.history["lr"].last(20)
-            self.lr_rose = len(rates) > 0 and step.value("lr") > 1.5 * float(np.median(rates))
+            self.lr_rose = step.value("lr") > 1.5 * step.history["lr"].median(20)
         self.last, self.times = step.number, self.times + 1
         self.skipped += step.value("step/left_out") == 1
         if not seen.seen["ratio"] <= self.seen.get("ratio", 0.0):
@@ -334,13 +332,12 @@ class Explosion(Rule):
         baseline = step.history.norm
         if step.number % 10 or not len(baseline.count) or baseline.count.item(0) < baseline.window:
             return None
-        losses = step.history["loss"].last(20)
-        level, loss = float(np.exp(baseline.level[0])), float(np.median(losses)) if len(losses) else math.nan
+        level, loss = float(np.exp(baseline.level[0])), step.history["loss"].median(20)
         self.highest = max(self.highest, level)
         if level < self.lowest:
             self.lowest, self.lowest_loss, self.before = level, loss, self.highest
         ratio = level / self.lowest
-        gained = max(float(np.mean(step.first_losses)) - self.lowest_loss, 0.0) if step.first_losses else 0.0
+        gained = max(0.0, step.first_loss - self.lowest_loss)
         harms = step.alternating or loss - self.lowest_loss > max(self.LOST * gained, 0.1 * abs(self.lowest_loss))
         growth = self.GROWTH_ALTERNATING if step.alternating else self.GROWTH
         if not (ratio > growth and level > self.AGAIN * self.before and harms):
@@ -413,8 +410,7 @@ class Explosion(Rule):
 
     def _has_recovered(self, step: Step) -> bool:
         """Whether the loss has fallen since: a gradient that is large beside a small loss is no fault of the start."""
-        losses = step.history["loss"].last(20)
-        return bool(self.blamed) and len(losses) > 0 and float(np.median(losses)) < self.RECOVERED * self.first_loss
+        return bool(self.blamed) and step.history["loss"].median(20) < self.RECOVERED * self.first_loss
 
     @property
     def _was_pushed(self) -> bool:
@@ -583,8 +579,7 @@ class Vanishing(Rule):
         return self._observe(step, gone, below, weakest)
 
     def _observe(self, step: Step, gone: bool, below: int, weakest: float) -> Observation | None:
-        recent, start = step.history["loss"].last(10), float(np.mean(step.first_losses or [math.nan]))
-        loss = float(np.median(recent)) if len(recent) else math.nan
+        loss, start = step.history["loss"].median(10), step.first_loss
         if gone and 0 <= loss < self.CONVERGED * start:
             return None  # there is nothing left to learn
         names = [info.name for info in step.layout.tensors if info.depth < below and not info.frozen and not gone]
@@ -618,9 +613,7 @@ class Vanishing(Rule):
 
     def _is_stuck(self, step: Step) -> bool:
         """Whether the loss has hardly fallen since the start."""
-        losses, first = step.history["loss"].last(20), step.first_losses
-        known = step.number >= self.STUCK_AFTER and len(losses) > 0 and len(first or ()) > 0
-        return known and float(np.median(losses)) > self.STUCK * float(np.mean(first))
+        return step.number >= self.STUCK_AFTER and step.history["loss"].median(20) > self.STUCK * step.first_loss
 
     def _weak(self, shares: Floats, scale: float) -> tuple[int, Floats]:
         """Returns how many layers from the input on have less than this share, or are frozen, and the shares known."""
@@ -666,6 +659,7 @@ class Oscillation(Rule):
     family = "gradients"
     is_symptom = True
     needs = ("grad/norm", "loss")
+    every = 10
     judges_after = 60
     follows = ("stale_gradients", "lr_too_high")
     taints_steps = True
@@ -692,7 +686,6 @@ class Oscillation(Rule):
 
     WINDOW = 40  # steps looked back on
     FEW, MANY = 10, 20  # cosines between consecutive updates that are averaged
-    EVERY = 10  # steps between checks
     TURN = 0.5  # updates reverse if their mean cosine is this far below what momentum alone gives
     STILL, LEFT = 1e-5, 0.1  # update over weight norm, and loss over that of the trivial prediction
     SWING = 0.8  # spread of the norm from one step to the next, in units of log
@@ -703,8 +696,6 @@ class Oscillation(Rule):
     lasted: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        if step.number % self.EVERY:
-            return None
         losses, norms = step.history["loss"].last(self.WINDOW), step.history["grad/norm"].last(self.WINDOW)
         if len(losses) < self.WINDOW or step.history.steps_seen < self.WINDOW + 10:
             return None
@@ -714,7 +705,7 @@ class Oscillation(Rule):
         info = step.info
         expected = info.betas[0] if info.betas else info.momentum or 0.0
         level = float(np.median(losses))
-        is_high = level > self.HIGH * float(np.mean(step.first_losses)) > 0
+        is_high = level > self.HIGH * step.first_loss > 0
         swing = step_spread(np.log(norms[norms > 0]))
         loss_swing = step_spread(losses) / abs(level) if level else 0.0
         # At a minimum that was reached, updates turn around it and are next to nothing.
@@ -723,7 +714,7 @@ class Oscillation(Rule):
         turning = cosine < expected - self.TURN and not settled
         carried = step.value("grad/carried") == 1  # then sums that were never zeroed swing, not the batch
         swinging = is_high and not carried and (swing > self.SWING or loss_swing > self.LOSS_SWING)
-        self.lasted = self.lasted + self.EVERY if turning or swinging else 0
+        self.lasted = self.lasted + self.every if turning or swinging else 0
         if self.lasted < self.PATIENCE:
             return None
         seen = self._seen(step) | {"cosine": cosine, "swing": swing, "loss_swing": loss_swing}
@@ -746,7 +737,7 @@ class Oscillation(Rule):
                 "loss_swing": f"under {self.LOSS_SWING:g}",
             },
             text={"what": what, "noise": noise},
-            since=step.ago(self.lasted // self.EVERY - 1, self.EVERY) - self.EVERY + 1,
+            since=step.ago(self.lasted // self.every - 1, self.every) - self.every + 1,
             key=cause,
         )
 
@@ -770,16 +761,6 @@ class Oscillation(Rule):
         return "batch_too_small" if gsnr[0] < 0.2 else "edge_of_stability"
 
 
-def step_spread(values: Floats) -> float:
-    """Returns the standard deviation of a series around a level that may move, from its changes; robust to outliers.
-
-    >>> round(step_spread(np.array([1.0, 2.0, 3.0, 4.0])), 3), step_spread(np.ones(4))
-    (1.048, 0.0)
-    """
-    changes = np.abs(np.diff(values))
-    return MEDIAN_ABS_TO_STD * float(np.median(changes)) / math.sqrt(2) if len(changes) else math.nan
-
-
 @register
 @dataclass
 class UnstableNorm(Rule):
@@ -790,6 +771,7 @@ class UnstableNorm(Rule):
     is_symptom = True
     needs = ("tensors:grad/norm",)
     reads = "tensors"
+    every = 10
     judges_after = 60
     closes_after = 200
     follows = ("stale_gradients", "lr_too_high")
@@ -813,30 +795,27 @@ class UnstableNorm(Rule):
     )
 
     WINDOW = 50  # steps that the moving average covers
-    EVERY = 10  # steps between checks
     PATIENCE = 20  # steps in a row
     HIGH = 0.1  # reported while the loss is above this share of its start: near zero, norms vary by nature
 
     cv: float = 1.0
     """Standard deviation of the norm over its mean, from one step to the next: a falling norm is stable."""
 
-    last: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    last: Floats = field(default_factory=empty, init=False)
     """The logarithm of the last norm of each tensor; NaN if it had none."""
-    change: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    change: Floats = field(default_factory=empty, init=False)
     """Moving average of its change per step."""
-    count: Floats = field(default_factory=lambda: np.zeros(0), init=False)
-    high_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    count: Floats = field(default_factory=empty, init=False)
+    high_for: Floats = field(default_factory=empty, init=False)
 
-    def check(self, step: Step) -> Observation | None:
+    def learn(self, step: Step) -> None:
         norms = step.tensors("grad/norm")
         if norms is None:
-            return None
-        more = len(norms) - len(self.last)
-        if more > 0:
-            self.last = np.append(self.last, np.full(more, np.nan))
-            self.change, self.count, self.high_for = (
-                np.append(kept, np.zeros(more)) for kept in (self.change, self.count, self.high_for)
-            )
+            return
+        self.last = np.append(self.last, np.full(max(0, len(norms) - len(self.last)), np.nan))
+        self.change, self.count, self.high_for = (
+            resized(kept, len(norms)) for kept in (self.change, self.count, self.high_for)
+        )
         logs = np.log(np.where((norms > 0) & (norms < math.inf), norms, np.nan))
         change = np.abs(logs - self.last)
         self.last = np.where(np.isnan(logs), self.last, logs)
@@ -846,20 +825,21 @@ class UnstableNorm(Rule):
         least = np.minimum(change, 3 * self.change + 1)
         rate = 1 / np.minimum(np.maximum(self.count, 1), self.WINDOW)
         self.change = np.where(known, self.change + rate * (least - self.change), self.change)
-        if step.number % self.EVERY:
+
+    def check(self, step: Step) -> Observation | None:
+        if step.tensors("grad/norm") is None:
             return None
         spread = MEAN_ABS_TO_STD / math.sqrt(2) * self.change
         variation = np.sqrt(np.expm1(np.minimum(spread**2, 50.0)))
         unstable = (variation > self.cv) & (self.count >= self.WINDOW) & ~step.negligible
-        self.high_for = np.where(unstable, self.high_for + self.EVERY, 0.0)
+        self.high_for = np.where(unstable, self.high_for + self.every, 0.0)
         chosen = np.flatnonzero(self.high_for >= self.PATIENCE)
         if not len(chosen):
             return None
-        recent = step.history["loss"].last(20)
-        if len(recent) and float(np.median(recent)) < self.HIGH * float(np.mean(step.first_losses)):
+        if step.history["loss"].median(20) < self.HIGH * step.first_loss:
             return None
         chosen = chosen[np.argsort(-variation[chosen])]
-        seen = {"cv": float(variation[chosen[0]]), "tensors": len(chosen), "of": len(norms), "lr": step.value("lr")}
+        seen = {"cv": float(variation[chosen[0]]), "tensors": len(chosen), "of": len(variation), "lr": step.value("lr")}
         clips, fixes = clipping_fix(step)
         return Observation(
             severity="info",
@@ -867,5 +847,5 @@ class UnstableNorm(Rule):
             fixes=fixes,
             expected={"cv": f"under {self.cv:g}"},
             tensors=step.names(chosen[:MAX_NAMED]),
-            since=step.ago(int(self.high_for[chosen[0]]) // self.EVERY - 1, self.EVERY) - self.EVERY + 1,
+            since=step.ago(int(self.high_for[chosen[0]]) // self.every - 1, self.every) - self.every + 1,
         )

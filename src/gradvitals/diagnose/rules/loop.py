@@ -69,9 +69,9 @@ class StaleGradients(Rule):
         if self.seen_for < self.PATIENCE:
             return None
         self.since = step.ago(self.seen_for - 1) if self.since < 0 else self.since
-        losses = step.history["loss"].last(10)
+        losses = step.history["loss"]
         first = float(np.median(step.first_losses or [math.nan]))
-        harms = len(step.history["loss"]) >= 20 and float(np.median(losses)) - first > (self.RISEN - 1) * abs(first)
+        harms = len(losses) >= 20 and losses.median(10) - first > (self.RISEN - 1) * abs(first)
         seen = {"steps": self.seen_for, "norm": step.value("grad/norm")}
         how, rarely = f": since step {self.since:,}, every step uses the sum of all earlier gradients", False
         if len(self.zeroed) > 2:

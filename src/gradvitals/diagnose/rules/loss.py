@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline
-from gradvitals.diagnose.history import FIRST, Floats, fall
+from gradvitals.diagnose.baseline import Baseline, Floats
+from gradvitals.diagnose.history import FIRST, fall, step_spread
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import NEVER, Rule, register
+from gradvitals.diagnose.rules.clipping import proposed_limit
 from gradvitals.diagnose.step import Step
 from gradvitals.format import number
 from gradvitals.types import Severity
@@ -205,11 +206,10 @@ class LossSpike(Rule):
         moved, pushed = step.largest_update(5)
         rose = step.lr_increase()
         cause = "lr" if rose > LR_ROSE else "update" if moved > 3 else "batch"
-        norms = step.history["grad/norm"].last(200)
         seen = {"loss": loss, "z": min(z, log_z) if log_z == log_z else z, "at": step.number, "moved": moved}
         seen |= {"pushed": pushed, "lr": step.value("lr"), "lr_proposed": step.value("lr") / 2}
         seen |= {"lr_before": step.value("lr") / rose} if cause == "lr" else {}
-        seen["max_norm"] = float(f"{np.quantile(norms, 0.9):.2g}") if len(norms) else math.nan
+        seen["max_norm"] = proposed_limit(step)
         expected = {"loss": usual, "z": f"under {self.z:g}"}
         fix = "skipped" if cause == "batch" and step.value("step/left_out") == 1 else cause
         return Observation(severity="warning", seen=seen, expected=expected, causes=(cause,), fixes=(fix,))
@@ -338,8 +338,7 @@ class LossRising(Rule):
             return False, now, best, int(steps[lowest])
         spread = float(np.median(spreads)) / math.sqrt(self.WINDOW * span)
         if len(single) >= 5:
-            changes = MEDIAN_ABS_TO_STD * float(np.median(np.abs(np.diff(single)))) / math.sqrt(2)
-            spread = max(spread, changes / math.sqrt(span))
+            spread = max(spread, step_spread(single) / math.sqrt(span))
         # The highest of n means is that far from the lowest by chance, and a quarter more is no chance.
         least = max(least, self.ERRORS * 2 * math.sqrt(2 * math.log(len(means) + 1)) * spread)
         # The median too: one broken batch is not a rise.
@@ -404,7 +403,7 @@ class LossRising(Rule):
     def conclude(self, step: Step) -> Observation | None:
         """The run ended far above its best, at a learning rate that was raised after it."""
         steps, losses = step.history["loss"].since(0)
-        count, start = len(losses) // self.WINDOW, float(np.mean(step.first_losses or [math.nan]))
+        count, start = len(losses) // self.WINDOW, step.first_loss
         if count < 5:
             return None
         means = np.median(losses[-count * self.WINDOW :].reshape(count, -1), axis=1)
@@ -478,7 +477,7 @@ class LossResets(Rule):
     checked: int = field(default=0, init=False)
 
     def check(self, step: Step) -> Observation | None:
-        start = float(np.mean(step.first_losses or [math.nan]))
+        start = step.first_loss
         steps, losses = step.history["loss"].since(self.checked - 13)  # also those of calm steps
         for i in np.flatnonzero(losses > self.BACK**2 * start).tolist():
             back = losses[i - 3 : i + 1]
@@ -511,6 +510,7 @@ class LossPlateau(Rule):
     is_symptom = True
     needs = ("loss",)
     expects_fall = True
+    every = 10
     judges_after = 100
     closes_after = 150
     follows = (
@@ -551,7 +551,6 @@ class LossPlateau(Rule):
         passed="the loss did not stand still",
     )
 
-    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FIRST_STEPS = 80  # steps that a run has to start learning
     FLAT = 0.02  # share of the first loss that it fell by less than, over the last 60% of the steps so far
     LEARNED = 0.2  # a run whose loss has fallen by this share has started to learn
@@ -575,14 +574,15 @@ class LossPlateau(Rule):
     stands: bool = field(default=False, init=False)
     """Whether the loss stood still when it was surely late."""
 
-    def check(self, step: Step) -> Observation | None:
-        values = step.values
+    def learn(self, step: Step) -> None:
         if step.number > 0 == step.history.steps_seen:
             self.has_learned = True  # resumed without a history: its start is unknown
-        lr = values.get("lr", math.nan)
+        lr = step.value("lr")
         if lr > 1.001 * self.highest_lr:
             self.highest_lr, self.rose_at = lr, step.number
-        if step.number % self.EVERY or len(step.history["loss"]) < self.FIRST_STEPS:
+
+    def check(self, step: Step) -> Observation | None:
+        if len(step.history["loss"]) < self.FIRST_STEPS:
             return None
         if math.isnan(self.start):
             self.start = float(np.mean(step.history.first_losses))
@@ -593,7 +593,7 @@ class LossPlateau(Rule):
         values = step.history["loss"].since(begin)[1]
         start = min(self.start, step.trivial_loss) if self.start > 0 else self.start
         size = abs(start)
-        recent = float(np.median(step.history["loss"].last(20)))
+        recent = step.history["loss"].median(20)
         if start - recent > self.LEARNED * size:
             self.has_learned = True
         if self.has_learned or len(values) < 0.5 * self.FIRST_STEPS:
@@ -619,16 +619,13 @@ class LossPlateau(Rule):
             return None
         fell, error = fall(losses)
         surely = float(losses.mean() - 2 * losses.std() / math.sqrt(len(losses)))
-        ratios = step.history["update/ratio"].last(5)
-        short = (len(ratios) and float(np.median(ratios)) < self.TINY) or self._was_thrown(step)
+        short = step.history["update/ratio"].median(5) < self.TINY or self._was_thrown(step)
         if not surely > (1 - self.LEARNED if short else self.USELESS) * step.trivial_loss:
             return None
         return self._observe(step, step.trivial_loss, fell > 2 * error, step.ago(len(losses)))
 
     def _observe(self, step: Step, start: float, falls: bool, since: int) -> Observation:
-        recent = float(np.median(step.history["loss"].last(20)))
-        ratios = step.history["update/ratio"].last(5)
-        ratio = float(np.median(ratios)) if len(ratios) else math.nan
+        recent, ratio = step.history["loss"].median(20), step.history["update/ratio"].median(5)
         size, since_start = abs(start), start - recent
         fallen = since_start > self.FLAT * size
         seen = self._seen(step, recent, since_start) | {"first_loss": start, "ratio": ratio}
@@ -700,6 +697,7 @@ class LossUnbounded(Rule):
     is_symptom = True
     needs = ("loss", "grad/norm")
     expects_fall = True
+    every = 10
     judges_after = 80
     closes_after = NEVER  # what has no lower end does not get one
     follows = ("stale_gradients",)
@@ -717,7 +715,6 @@ class LossUnbounded(Rule):
         passed="the loss has a lower bound",
     )
 
-    EVERY = 10  # steps between checks; of calm steps only every 50th is checked
     FEWEST = 80  # losses
     FAR = 20.0  # how far below zero, in units of the first losses
     FASTER = 1.25  # fall of the last half of the losses over that of the half before
@@ -728,14 +725,14 @@ class LossUnbounded(Rule):
 
     def check(self, step: Step) -> Observation | None:
         losses, norms = step.history["loss"], step.history["grad/norm"]
-        if step.number % self.EVERY or len(losses) < self.FEWEST or not len(norms):
+        if len(losses) < self.FEWEST or not len(norms):
             return None
-        start, now = float(np.mean(step.first_losses)), float(np.median(losses.last(20)))
+        start, now = step.first_loss, losses.median(20)
         if not now < -self.FAR * max(abs(start), 1e-6):
             return None
         last = losses.last(200)
         begin, middle, end = (float(np.median(part)) for part in np.array_split(last, 3))
-        steeper = float(np.median(norms.last(10))) > self.STEEPER * float(np.median(norms.values[:10]))
+        steeper = norms.median(10) > self.STEEPER * float(np.median(norms.values[:10]))
         # What has no lower end does not get one, even if the loss falls at a steady pace from here on. Norms are read
         # at few steps, and show it later than losses.
         self.faster |= middle - end > self.FASTER * (begin - middle)
@@ -789,9 +786,6 @@ class Outweighed(Rule):
     ALONE = 0.3  # how far from 1 that share is at the end
     READINGS = 2  # after the first tenth of the run
 
-    def check(self, step: Step) -> Observation | None:
-        return None
-
     def conclude(self, step: Step) -> Observation | None:
         trivial, classes = step.fact("target/trivial_error"), step.fact("head/softmax_units")
         steps, errors = step.history["head/error"].since(step.number / 10)
@@ -800,7 +794,7 @@ class Outweighed(Rule):
             return None
         if not trivial > 0 or classes > step.fact("head/samples"):
             return None
-        error, start = float(np.mean(errors)), float(np.mean(step.first_losses or [math.nan]))
+        error, start = float(np.mean(errors)), step.first_loss
         loss, at_step = float(np.median(losses)), dict(zip(*step.history["loss"].since(0), strict=True))
         # An error whose share of the loss stays the same has no rival: the loss is a multiple of it. In the end, little
         # is left of the rival.
@@ -874,9 +868,6 @@ class StillFalling(Rule):
     share: float = 0.42
     """Share of the whole fall that the last half of the steps must have brought."""
 
-    def check(self, step: Step) -> Observation | None:
-        return None
-
     def conclude(self, step: Step) -> Observation | None:
         if not math.isfinite(step.values.get("loss", 0.0)):
             return None  # the run was lost: its last finite losses are not those it ended with
@@ -884,7 +875,7 @@ class StillFalling(Rule):
         rates, count = step.history["lr"].values, len(losses) // 2
         if len(losses) < self.FEWEST or step.number + 1 > 4 * len(losses) or not rates:
             return None
-        start, (fell, error) = float(np.mean(step.first_losses)), fall(losses[-count:])
+        start, (fell, error) = step.first_loss, fall(losses[-count:])
         end, before = float(np.mean(losses[-count // 4 :])), float(np.mean(losses[-count : -count // 2]))
         gained, lately = start - end, before - float(np.mean(losses[-count // 2 :]))
         lr, ratios = step.value("lr"), step.history["update/ratio"].values
@@ -971,7 +962,7 @@ class Memorizing(Rule):
         train = float(np.median(losses))
         if val < self.best:
             self.best, self.best_step, self.train_then = val, step.number, train
-        first = float(np.mean(step.first_losses))
+        first = step.first_loss
         rose = val > self.RISE * self.best and train < 0.9 * self.train_then and val > self.GAP * train
         stands = train < val / self.APART and self.best > self.LEFT * min(first, step.trivial_loss)
         # What is apart by so much at the best validation too has another reason: another loss, or other data.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.history import Floats
+from gradvitals.diagnose.baseline import Floats, empty
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import Step
@@ -58,8 +58,8 @@ class PrecisionUnderflow(Rule):
     SHARE = 0.1  # share of the half-precision tensors for a warning; below, it is a note
     PATIENCE = 5  # steps in a row
 
-    low_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
-    zero_share: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    low_for: Floats = field(default_factory=empty, init=False)
+    zero_share: Floats = field(default_factory=empty, init=False)
     """As last read."""
 
     def __post_init__(self) -> None:

@@ -13,15 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.baseline import Baseline
-from gradvitals.diagnose.history import Floats, Streak
+from gradvitals.diagnose.baseline import MEDIAN_ABS_TO_STD, Baseline, Floats, empty
+from gradvitals.diagnose.history import Streak, Streaks
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import MAX_NAMED, Step
 from gradvitals.format import number
-
-HALF_NORMAL = 1.4826
-"""Standard deviation over the median absolute value, for a normal distribution around 0."""
 
 FEW = 4
 """Ranks below which their spread at one audit is mostly chance."""
@@ -86,13 +83,13 @@ class Outliers:
     steps: list[int] = field(default_factory=list)
     changes: list[float] = field(default_factory=list)
     """Median change of these over ranks, from audit to audit."""
-    above: Floats = field(default_factory=lambda: np.zeros(0))
+    above: Floats = field(default_factory=empty)
     """Evidence that a rank's norm is too large."""
-    below: Floats = field(default_factory=lambda: np.zeros(0))
+    below: Floats = field(default_factory=empty)
     """Evidence that it is too small."""
-    began: Floats = field(default_factory=lambda: np.zeros(0))
+    began: Floats = field(default_factory=empty)
     """The step since which there has been evidence; -1 for none."""
-    named: Floats = field(default_factory=lambda: np.zeros(0))
+    named: Floats = field(default_factory=empty)
     """1 for ranks that deviated at the last audit."""
 
     def add(
@@ -120,7 +117,7 @@ class Outliers:
             self.changes += [] if np.isnan(change).all() else [float(np.nanmedian(change))]
         self.logs = np.append(self.logs, now[None], axis=0)[-self.KEPT :]
         self.steps, self.changes = [*self.steps, step][-self.KEPT :], self.changes[-self.KEPT :]
-        noise = HALF_NORMAL / math.sqrt(2) * float(np.median(self.changes)) if self.changes else 0.0
+        noise = MEDIAN_ABS_TO_STD / math.sqrt(2) * float(np.median(self.changes)) if self.changes else 0.0
         noise *= 1 + 3 / (max(1, len(self.changes)) * max(1, world - 1))  # few numbers may underestimate it
         expected = math.sqrt(2 * math.log(max(world, 8)))
         more = max(0.0, math.log10(world / 8))  # the farthest of many are farther than those of normal noise
@@ -166,7 +163,7 @@ class Outliers:
         average = ordered[count // 4 : count - count // 4].mean(axis=0)
         if np.isnan(average).all():
             return self.logs[-1], np.zeros(self.logs.shape[1], dtype=bool)
-        spread = HALF_NORMAL * float(np.nanmedian(np.abs(average - np.nanmedian(average))))
+        spread = MEDIAN_ABS_TO_STD * float(np.nanmedian(np.abs(average - np.nanmedian(average))))
         scale = max(spread if len(average) > 3 else 0.0, 1.1 * noise / math.sqrt(count), self.LEAST_SPREAD)
         part = np.where(self.named > 0, self.STILL, 1.0)
         return average, (np.abs(average) >= part * least) & (np.abs(average) > part * allowed * scale)
@@ -345,11 +342,11 @@ class LowDispersion(Rule):
     IN_A_ROW = 2  # audits
 
     streak: Streak = field(default_factory=Streak, init=False)
-    twins: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    twins: Floats = field(default_factory=empty, init=False)
     """The rank whose data each rank had at the last audit; -1 for none."""
-    twins_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    twins_for: Floats = field(default_factory=empty, init=False)
     """For how many audits."""
-    twins_since: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    twins_since: Floats = field(default_factory=empty, init=False)
 
     def check(self, step: Step) -> Observation | None:
         same = self._all_the_same(step)
@@ -506,23 +503,22 @@ class RngMismatch(Rule):
 
     IN_A_ROW = 3  # audits: a rank may be one draw ahead at the moment of one
 
-    out_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
-    """For how many audits every rank has been out of step."""
-    out_since: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    out: Streaks = field(default_factory=Streaks, init=False)
+    """Audits in a row at which each rank was out of step."""
 
     def check(self, step: Step) -> Observation | None:
         code = _of_ranks(step, "ranks/out_of_step")
         if code is None:
             return None
-        before = _carried(self.out_for, len(code))
-        self.out_since = np.where(before > 0, _carried(self.out_since, len(code)), float(step.number))
-        self.out_for = np.where(code > 0, before + 1, 0.0)
-        ranks = np.flatnonzero(self.out_for >= self.IN_A_ROW)
+        if len(self.out.count) != len(code):  # their number has changed
+            self.out = Streaks()
+        self.out.add(code > 0, step.number)
+        ranks = np.flatnonzero(self.out.count >= self.IN_A_ROW)
         if not len(ranks):
             return None
         first = int(ranks[0])
         samples = bool((code[ranks] >= 2).any())
-        since = int(self.out_since[first])
+        since = int(self.out.since[first])
         cause = "samples" if samples else "draws"
         return Observation(
             severity="warning",

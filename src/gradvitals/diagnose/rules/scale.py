@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.history import Floats
+from gradvitals.diagnose.baseline import Floats, empty
+from gradvitals.diagnose.history import Streaks
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import MAX_NAMED, RunInfo, Step
@@ -140,12 +141,10 @@ class TrappedScale(Rule):
     SPAN = 0.4  # share of the run so far that these must span: a norm that only passes by is not held
 
     walk: NoiseWalk = field(default_factory=NoiseWalk, init=False)
-    start: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    start: Floats = field(default_factory=empty, init=False)
     """Mean square of each tensor when it was first read."""
-    near_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    near: Streaks = field(default_factory=Streaks, init=False)
     """Readings in a row at which its norm was that of noise."""
-    near_since: Floats = field(default_factory=lambda: np.zeros(0), init=False)
-    """The step of the first of them."""
 
     def __post_init__(self) -> None:
         self._layout: Layout | None = None
@@ -170,13 +169,11 @@ class TrappedScale(Rule):
     def weigh(self, step: int, squares: Floats, matrix: Mask) -> Mask:
         """Returns which tensors noise holds, by a reading of their mean squares; only those of `matrix` are judged."""
         if len(self.start) != len(squares):  # the first reading, or one with new tensors: all start over
-            self.start, self.walk = squares, NoiseWalk(last=step - 1)
-            self.near_for, self.near_since = np.zeros(len(squares)), np.zeros(len(squares))
+            self.start, self.walk, self.near = squares, NoiseWalk(last=step - 1), Streaks()
         near = matrix & self.judged & (np.abs(self.ratio(squares) - 1) < self.NEAR)
-        self.near_since = np.where(near & (self.near_for == 0), float(step), self.near_since)
-        self.near_for = np.where(near, self.near_for + 1, 0.0)
-        lasted = step - self.near_since >= self.SPAN * step
-        held: Mask = near & lasted & (self.near_for >= self.IN_A_ROW)
+        self.near.add(near, step)
+        lasted = step - self.near.since >= self.SPAN * step
+        held: Mask = near & lasted & (self.near.count >= self.IN_A_ROW)
         return held
 
     @property
@@ -200,5 +197,5 @@ class TrappedScale(Rule):
             seen=seen | {"lr": step.value("lr"), "weight_decay": decay_of(step.info)},
             expected={"ratio": f"under {1 - self.NEAR:g} or over {1 + self.NEAR:g}"},
             tensors=step.names(chosen[:MAX_NAMED]),
-            since=int(self.near_since[first]),
+            since=int(self.near.since[first]),
         )

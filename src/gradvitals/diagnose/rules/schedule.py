@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gradvitals.diagnose.history import Average, Floats, Streak, fall, finite_median, same_size
+from gradvitals.diagnose.baseline import Floats, empty
+from gradvitals.diagnose.history import Average, Streak, fall, finite_median, same_size
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.rules.clipping import CLIPPED_ALREADY, clipping_fix
@@ -180,7 +181,7 @@ class LrTooHigh(Rule):
     """Loss, norm and learning rate of step 0; empty if the run was not seen from its start."""
     peak: dict[str, float] = field(default_factory=dict, init=False)
     is_lost: bool = field(default=False, init=False)
-    start: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    start: Floats = field(default_factory=empty, init=False)
     """Norm of every tensor before the first step; 0 for those whose growth says nothing."""
     grown: float = field(default=0.0, init=False)
     """The largest growth so far."""
@@ -215,7 +216,7 @@ class LrTooHigh(Rule):
         return {"loss": step.value("loss"), "norm": step.value("grad/norm"), "ratio": step.value("update/ratio")}
 
     def _recent_loss(self, step: Step) -> float:
-        return float(np.median(step.history["loss"].last(self.WITHIN)))
+        return step.history["loss"].median(self.WITHIN)
 
     def _multiplied(self, step: Step) -> bool:
         before, first = step.history["loss"].last(1), self.first

@@ -316,8 +316,8 @@ class LossMismatch(SetupRule):
         """Whether the targets are the inputs, and nothing keeps the model from copying them, as a bottleneck does."""
         if not self.copied >= max(self.seen_batches, self.ENOUGH):
             return False
-        recent, first = step.history["loss"].last(20), step.first_losses
-        return len(recent) == 20 and float(np.median(recent)) < self.COPIED * float(np.mean(first))
+        losses = step.history["loss"]
+        return len(losses) >= 20 and losses.median(20) < self.COPIED * step.first_loss
 
     def _cause(self, step: Step, activation: str, loss: str) -> str:
         values = step.values
@@ -479,16 +479,14 @@ class UnscaledData(SetupRule):
             cause, what = "units" if ratio >= 10 else "inputs", "inputs"
         how = f"they reach {number(largest)}" if bad_inputs else f"their mean is {number(mean)}"
         seen = {"largest": largest, "offset": offset, "high": high, "low": low, "target_mean": mean, "target_std": std}
+        harmful = inputs >= self.WARNING or targets >= self.WARNING_TARGETS or ratio >= self.UNITS
         return Observation(
-            severity="warning" if self._is_harmful(inputs, targets, ratio) else "info",
+            severity="warning" if harmful else "info",
             seen=seen | {"scale": max(inputs, 1.0)},
             text={"what": what, "how": how},
             since=0,
             key=cause,
         )
-
-    def _is_harmful(self, inputs: float, targets: float, ratio: float) -> bool:
-        return inputs >= self.WARNING or targets >= self.WARNING_TARGETS or ratio >= self.UNITS
 
 
 @register

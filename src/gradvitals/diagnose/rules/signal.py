@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.history import Average, Floats, Streak, fall, finite_median, median
+from gradvitals.diagnose.baseline import Floats, empty
+from gradvitals.diagnose.history import Average, Streak, fall, finite_median, median
 from gradvitals.diagnose.message import Message, Observation
 from gradvitals.diagnose.rule import Rule, register
 from gradvitals.diagnose.step import Step
@@ -311,8 +312,8 @@ class SparseFeatureNoise(Rule):
     IN_A_ROW = 3  # readings at which a head has no gradient at all
     APART_FOR = 20  # readings at which a head is so far below; as many as an average covers
 
-    dead_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
-    low_for: Floats = field(default_factory=lambda: np.zeros(0), init=False)
+    dead_for: Floats = field(default_factory=empty, init=False)
+    low_for: Floats = field(default_factory=empty, init=False)
 
     def check(self, step: Step) -> Observation | None:
         reading = step.samples
@@ -410,11 +411,11 @@ class HighEffortLowProgress(Rule):
         if len(norms) < 2 * self.SPAN or len(losses) < self.SPAN // 2:
             return None
         loss, error = float(losses.mean()), float(losses.std() / math.sqrt(len(losses)))
-        usual_loss = median(step.history["loss"].last(1024))
-        usual, now = median(norms.last(1024)), median(norms.last(self.SPAN))
+        usual_loss = step.history["loss"].median(1024)
+        usual, now = norms.median(1024), norms.median(self.SPAN)
         high = average.high * average.per_step
         low_signal = average.low <= 0 and high < self.MOST
-        little_left = loss < self.LEFT * float(np.mean(step.first_losses))
+        little_left = loss < self.LEFT * step.first_loss
         worse = not little_left and loss - usual_loss > max(self.WORSE * abs(usual_loss), 3 * error)
         self.streak.add(now > self.RATIO * usual and low_signal and worse, step.number, step.history.averages.begins)
         if self.streak.count < self.IN_A_ROW:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradvitals.diagnose.history import Floats, finite_median
+from gradvitals.diagnose.baseline import Floats, empty, resized
+from gradvitals.diagnose.history import Streaks
 from gradvitals.diagnose.message import Message, Observation, where
 from gradvitals.diagnose.rule import NEVER, Rule, register
 from gradvitals.diagnose.step import MAX_NAMED, NEGLIGIBLE, Step
@@ -20,16 +21,6 @@ from gradvitals.types import Severity
 HALF = ("float16", "bfloat16")
 NAMELESS = re.compile(r"group\d+\.\d+$")
 """The name of a parameter that is in an optimizer and in no module of the model."""
-
-
-def resized(kept: Floats, size: int) -> Floats:
-    """Returns an array with room for tensors that were added."""
-    return kept if len(kept) >= size else np.append(kept, np.zeros(size - len(kept)))
-
-
-def empty() -> Floats:
-    """Returns one number per tensor, before there are any."""
-    return np.zeros(0)
 
 
 @register
@@ -92,9 +83,7 @@ class DeadTensor(Rule):
     patience: int = 20
     """Steps in a row without a gradient."""
 
-    zero_for: Floats = field(default_factory=empty, init=False)
-    zero_since: Floats = field(default_factory=empty, init=False)
-    """The first step of those."""
+    zero: Streaks = field(default_factory=Streaks, init=False)
     alive: Floats = field(default_factory=empty, init=False)
     """Steps at which it had a gradient."""
     absent: Floats = field(default_factory=empty, init=False)
@@ -104,32 +93,28 @@ class DeadTensor(Rule):
         norms = step.tensors("grad/norm")
         if norms is None or not step.value("grad/norm") > 0:
             return None
-        self.zero_for, self.alive, self.zero_since = (
-            resized(one, len(norms)) for one in (self.zero_for, self.alive, self.zero_since)
-        )
         counts = step.tensors("grad/nonfinite")
         missing = np.isnan(norms if counts is None else counts)
         zero = missing | (norms == 0)
         zero[step.frozen] = False
         self.absent = missing.astype(float)
-        self.zero_since = np.where(zero & (self.zero_for == 0), step.number, self.zero_since)
-        self.zero_for = np.where(zero, self.zero_for + 1, 0.0)
-        self.alive += ~zero
+        self.zero.add(zero, step.number)
+        self.alive = resized(self.alive, len(zero)) + ~zero
         if not zero.any():
             return None
-        steady = (self.alive >= 20) & (self.alive + self.zero_for > 0.95 * (step.history.steps_seen + 1))
-        dead = np.flatnonzero(self.zero_for >= np.where(steady, self.PATIENCE_ALIVE, self.patience))
+        steady = (self.alive >= 20) & (self.alive + self.zero.count > 0.95 * (step.history.steps_seen + 1))
+        dead = np.flatnonzero(self.zero.count >= np.where(steady, self.PATIENCE_ALIVE, self.patience))
         if not len(dead):
             return None
         return self._observe(step, dead, bool(missing[dead].all()))
 
     def conclude(self, step: Step) -> Observation | None:
-        never = np.flatnonzero((self.zero_for >= self.patience) & (self.alive == 0))
+        never = np.flatnonzero((self.zero.count >= self.patience) & (self.alive == 0))
         return self._observe(step, never, bool(self.absent[never].all()), certain=True) if len(never) else None
 
     def _observe(self, step: Step, dead: NDArray[np.intp], missing: bool, certain: bool = False) -> Observation:
-        dead = dead[np.argsort(-self.zero_for[dead], kind="stable")]
-        since = int(self.zero_since[dead[0]])
+        dead = dead[np.argsort(-self.zero.count[dead], kind="stable")]
+        since = int(self.zero.since[dead[0]])
         steps = step.number - since + 1
         causes = self._causes(step, dead, missing)
         certain_or_zero = certain or not missing or steps >= self.CERTAIN
@@ -155,7 +140,7 @@ class DeadTensor(Rule):
             return ("replaced",) if outside and inside else ("unused",)
         if all("weight_hh" in infos[int(index)].name for index in dead):
             return ("first_step",)
-        learning = {info.layer for info in infos if len(info.shape) > 1 and not self.zero_for[info.index]}
+        learning = {info.layer for info in infos if len(info.shape) > 1 and not self.zero.count[info.index]}
         if all(len(infos[int(index)].shape) == 1 and infos[int(index)].layer in learning for index in dead):
             return ("cancels",)
         # A mask or a gate silences one layer; units that are off silence all layers in front of them.
@@ -207,26 +192,21 @@ class DeadUnits(Rule):
 
     first: Floats = field(default_factory=empty, init=False)
     """Share at the first reading, plus one; 0 before it."""
-    dead_for: Floats = field(default_factory=empty, init=False)
+    dead: Streaks = field(default_factory=Streaks, init=False)
     """Readings in a row."""
-    dead_since: Floats = field(default_factory=empty, init=False)
-    """Step of the first of them."""
 
     def check(self, step: Step) -> Observation | None:
         shares = step.tensors("activation/dead_fraction")
         if shares is None or step.fact("head/samples") < self.FEWEST:
             return None
-        self.first, self.dead_for, self.dead_since = (
-            resized(one, len(shares)) for one in (self.first, self.dead_for, self.dead_since)
-        )
+        self.first = resized(self.first, len(shares))
         known = np.isfinite(shares)
         if step.number <= self.EARLY:
             self.first = np.where(known & (self.first == 0), 1 + np.where(known, shares, 0.0), self.first)
         units = np.array([info.shape[0] if info.shape else 1 for info in step.layout.tensors])
         dead = known & (shares >= np.where(units >= self.FEWEST, self.share, 1.0))
-        self.dead_since = np.where(dead & (self.dead_for == 0), step.number, self.dead_since)
-        self.dead_for = np.where(dead, self.dead_for + 1, np.where(known, 0.0, self.dead_for))
-        lasts = (self.dead_for >= self.PATIENCE) & (step.number - self.dead_since >= self.LASTING)
+        self.dead.add(dead, step.number, ends=known)
+        lasts = (self.dead.count >= self.PATIENCE) & (step.number - self.dead.since >= self.LASTING)
         chosen = np.flatnonzero(dead & lasts)
         if not len(chosen):
             return None
@@ -371,9 +351,7 @@ class UnchangedWeights(Rule):
     patience: int = 20
     """Steps in a row. Steps that a GradScaler skipped do not count."""
 
-    still_for: Floats = field(default_factory=empty, init=False)
-    still_since: Floats = field(default_factory=empty, init=False)
-    """The first step of those."""
+    still: Streaks = field(default_factory=Streaks, init=False)
     moved: Floats = field(default_factory=empty, init=False)
     """Steps at which it moved."""
     share: Floats = field(default_factory=empty, init=False)
@@ -386,24 +364,21 @@ class UnchangedWeights(Rule):
         rms, norms = step.tensors("update/rms"), step.tensors("grad/norm")
         if rms is None or norms is None or not step.was_taken:
             return None
-        size = len(rms)
-        self.still_for, self.moved = resized(self.still_for, size), resized(self.moved, size)
-        self.share, self.still_since = resized(self.share, size), resized(self.still_since, size)
+        self.moved, self.share = resized(self.moved, len(rms)), resized(self.share, len(rms))
         self.seen_steps += 1
         baseline = step.history.norm
         if len(baseline.count) and baseline.count.item(0) >= 5:
             self.highest = max(self.highest, float(np.exp(baseline.level[0])))
         still = (rms == 0) & (norms > NEGLIGIBLE * self.highest) & ~step.negligible
-        self.still_since = np.where(still & (self.still_for == 0), step.number, self.still_since)
-        self.still_for = np.where(still, self.still_for + 1, np.where(rms > 0, 0.0, self.still_for))
+        self.still.add(still, step.number, ends=rms > 0)
         self.moved += rms > 0
         self.share += (still - self.share) / min(self.seen_steps, self.patience)
         if not still.any() and not (self.share > self.LOST).any():
             return None
         if not np.any(rms > 0) and self.moved.any() and step.value("grad/norm") < self.CONVERGED * self.highest:
             return None  # L-BFGS, for one, makes no more steps once it has converged
-        steady = (self.moved >= 20) & (self.moved + self.still_for > 0.95 * self.seen_steps)
-        stuck = still & (self.still_for >= np.where(steady, self.PATIENCE_MOVED, self.patience))
+        steady = (self.moved >= 20) & (self.moved + self.still.count > 0.95 * self.seen_steps)
+        stuck = still & (self.still.count >= np.where(steady, self.PATIENCE_MOVED, self.patience))
         if self.seen_steps >= 10 and (self.share > self.LOST).any():
             half = np.array([info.dtype in HALF for info in step.layout.tensors], dtype=bool)
             stuck |= half & (self.share > self.LOST)
@@ -411,9 +386,9 @@ class UnchangedWeights(Rule):
         return self._observe(step, chosen, norms, rms) if len(chosen) else None
 
     def _observe(self, step: Step, chosen: NDArray[np.intp], norms: Any, rms: Any) -> Observation:
-        chosen = chosen[np.argsort(-self.still_for[chosen], kind="stable")]
+        chosen = chosen[np.argsort(-self.still.count[chosen], kind="stable")]
         worst = int(chosen[0])
-        since, lr = int(self.still_since[worst]) if self.still_for[worst] else step.number, step.value("lr")
+        since, lr = int(self.still.since[worst]) if self.still.count[worst] else step.number, step.value("lr")
         lasted = step.number - since + 1
         everything = not np.any(rms > 0)
         dtype = step.layout.tensors[worst].dtype
@@ -574,8 +549,8 @@ class UpdateRatio(Rule):
         return self._observe(step, chosen, seen, since, "small_gradient", "info", "over", self.low)
 
     def _slow(self, step: Step, whole: float) -> Observation | None:
-        start = math.nan if self.resumed else float(np.mean(step.first_losses or [math.nan]))
-        hardly = start - finite_median(step.history["loss"].last(20)) < self.FALLEN * abs(start)
+        start = math.nan if self.resumed else step.first_loss
+        hardly = start - step.history["loss"].median(20) < self.FALLEN * abs(start)
         lr, gone = step.value("lr"), step.value("grad/norm") < self.GONE * self.largest
         intended, limit = lr < self.DECAYED * self.highest_lr, self.SLOW_MODEL if hardly else self.LOW_MODEL
         if intended or gone or not 0 < whole < limit:

@@ -14,6 +14,7 @@ from torch.nn.modules import module as modules
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from gradvitals.collect.wrapper import is_compiled
 from gradvitals.distributed.shards import unwrapped
 from gradvitals.integrations.backward import class_name
 
@@ -243,7 +244,7 @@ class SampleCount:
         self.in_backward = False
         """Whether a backward pass is running: activation checkpointing calls modules again in it."""
         self._handles: list[Any] = []
-        if not _is_compiled():  # torch would compile the model again, with our hook in it
+        if not is_compiled():  # torch would compile the model again, with our hook in it
             self._handles = [
                 modules.register_module_forward_pre_hook(self._before),
                 modules.register_module_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -313,8 +314,3 @@ class SampleCount:
         for leaf in tree_leaves([*outputs, output]):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(arrived)
-
-
-def _is_compiled() -> bool:
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and bool(dynamo.counters.get("frames"))

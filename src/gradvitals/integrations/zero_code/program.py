@@ -310,7 +310,7 @@ class Launch:
         theirs = sys.excepthook
 
         def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            from gradvitals.report.verdict import relative
+            from gradvitals.places import relative
 
             theirs(kind, error, trace)
             for path in runs:

@@ -42,7 +42,7 @@ from gradvitals.integrations.zero_code.discovery import (
 )
 from gradvitals.integrations.zero_code.program import Settings
 from gradvitals.monitor import Monitor
-from gradvitals.report.verdict import relative
+from gradvitals.places import relative
 from gradvitals.worker.worker import print_line
 
 MAX_RUNS = 8
