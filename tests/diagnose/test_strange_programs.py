@@ -299,7 +299,10 @@ def test_a_broken_batch_is_told_from_a_model_that_overflows(tmp_path: Path, brok
     with gv.open_run(tmp_path / "run") as run:
         assert f"{'targets' if 'y[' in broken else 'inputs'} of the batch of step 43" in run.verdict.headline
         if broken.startswith("x[3"):
-            assert f"contain 1 NaN or infinite value, first in sample 3, column {0 if is_image else 5}" in run.verdict.headline
+            assert (
+                f"contain 1 NaN or infinite value, first in sample 3, column {0 if is_image else 5}"
+                in run.verdict.headline
+            )
 
 
 EVALUATED = """
