@@ -18,9 +18,9 @@ import pytest
 
 from gradvitals.types import Finding, Layout, Reading, TensorInfo
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # One thread a worker, set before torch is loaded: more would only make the workers wait for each other.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# One thread, set before torch is loaded: workers would wait for each other, and processes that are compared bit for bit
+# must have equally many.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A thread instead of a process for every run: tests of the process say so.
 os.environ.setdefault("GRADVITALS_WORKER", "thread")

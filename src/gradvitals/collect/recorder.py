@@ -298,7 +298,7 @@ class StepRecorder:
             or (state.micro is not None and state.micro.armed)
             or (inspection is not None and inspection.is_armed)
             or hasattr(state.optimizer, "found_inf")
-            or _plain_lr(state.optimizer) is None
+            or _plain_lr(state.optimizer.param_groups[0].get("lr")) is None
         ):
             return False
         rows = self._clip_order if state.expects_clip and self._clip_order else self._present
@@ -385,8 +385,8 @@ class StepRecorder:
             plain.forget_step()
             return True
         state = self.optimizers[0]
-        lr = _plain_lr(state.optimizer)
-        if lr is None:
+        lr = state.optimizer.param_groups[0].get("lr")
+        if type(lr) is not float and (lr := _plain_lr(lr)) is None:
             return False
         now, wall = time.perf_counter(), time.time()
         seconds, self._last_end = now - self._last_end, now
@@ -650,7 +650,8 @@ class StepRecorder:
         plain = self._plain
         if plain is not None and self.thread == threading.get_ident():
             members = self.optimizers[0].members
-            is_own = any(id(parameter) in members for parameter in parameters)  # the first ones may be frozen
+            # The first ones may be frozen.
+            is_own = id(parameters[0]) in members or any(id(parameter) in members for parameter in parameters)
             if is_own and self._plainly(plain.clip, max_norm):
                 return
         ours = [one for one in self.optimizers if not one.members.isdisjoint(map(id, parameters))]
@@ -954,11 +955,8 @@ class StepRecorder:
         self.start(int(state["step"]))
 
 
-def _plain_lr(optimizer: torch.optim.Optimizer) -> float | None:
-    """Returns the learning rate of a plain step, NaN without one; None if it is in a tensor."""
-    lr = optimizer.param_groups[0].get("lr")
-    if type(lr) is float:
-        return lr
+def _plain_lr(lr: Any) -> float | None:
+    """Returns a learning rate as a plain step keeps it, NaN for none; None if it is in a tensor."""
     return None if isinstance(lr, Tensor) else math.nan if lr is None else float(lr)
 
 
