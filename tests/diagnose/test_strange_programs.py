@@ -305,6 +305,27 @@ def test_a_broken_batch_is_told_from_a_model_that_overflows(tmp_path: Path, brok
             )
 
 
+def test_a_forward_pass_that_fails_on_good_data_is_told_from_a_broken_batch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import torch
+        torch.manual_seed(0)
+        model = torch.nn.Linear(16, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(60):
+            x = torch.randn(32, 16)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+            (loss / (step != 43)).backward()
+            optimizer.step()
+        """)
+    )
+    assert "loss_nonfinite" in ran(tmp_path, script)
+    with gv.open_run(tmp_path / "run") as run:
+        assert "The inputs of the batch are finite" in str(run.verdict.cause)
+
+
 EVALUATED = """
 import torch
 from torch import nn

@@ -137,7 +137,11 @@ class Inspection:
         if entry is None:
             return
         data = None if is_op(entry, LOOKUPS) else saved(entry, "mat1", "input", "self")
-        if data is not None and (broken := ~data.isfinite()).any():
+        if data is None:
+            pass
+        elif not (broken := ~data.isfinite()).any():
+            self._write({"input/nonfinite": 0.0})
+        else:
             columns = _columns(broken)
             found = {"input/nonfinite": broken.sum(), "input/nonfinite_columns": columns.all(0).sum()}
             found["input/broken_sample"] = broken.flatten(1).any(1).int().argmax()

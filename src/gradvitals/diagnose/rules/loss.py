@@ -52,6 +52,9 @@ class LossNonfinite(Rule):
             ),
             "log": "The loss takes the log of a probability that reached 0, and the log of zero is infinite",
             "forward": "The batch holds NaN or Inf, or the forward pass divides by 0, takes the log of 0, or overflows",
+            "operation": (
+                "The inputs of the batch are finite: the forward pass divides by 0, takes a log of 0, or overflows"
+            ),
         },
         fixes={
             "weights": "Restore a checkpoint from before step {broken}",
@@ -70,12 +73,13 @@ class LossNonfinite(Rule):
             ),
             "skipped": "Check the batch of step {at} with torch.isfinite; its step was skipped and training continues",
             "anomaly": "Run the step again under torch.autograd.detect_anomaly() to find the operation",
+            "operation": "Restore a checkpoint from before step {at}, and run it under torch.autograd.detect_anomaly()",
         },
         snippets={
             "float16": "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = loss_fn(model(x), y)",
             "log": "p = p.clamp(1e-6, 1 - 1e-6)  # or F.binary_cross_entropy_with_logits(logits, y)",
         },
-        only_if_chosen=("float16", "log", "exploded", "thrown"),
+        only_if_chosen=("float16", "log", "exploded", "thrown", "operation"),
         passed="the loss was finite at every step",
     )
 
@@ -121,6 +125,8 @@ class LossNonfinite(Rule):
             cause = "exploded"
         elif cause == "forward" and self.moved > self.THROWN:
             cause = "thrown"
+        elif cause == "forward" and step.values.get("input/nonfinite") == 0:
+            cause = "operation"
         lr, norms = step.value("lr"), step.history["grad/norm"].last(1)
         seen = {"trivial": step.trivial_loss, "max_norm": 1.0} if cause in ("exploded", "thrown") else {}
         seen |= {"moved": self.moved, "norm": float(norms[0])} if cause == "thrown" and len(norms) else {}
