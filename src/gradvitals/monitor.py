@@ -363,15 +363,11 @@ class Monitor:
         self._destinations.append(destination)
         if self._worker.is_open:  # it cannot move to a worker that runs already
             if self._publisher is None:
-                self._publisher = self._make_publisher((), self.run_path)
+                self._publisher = Publisher((), _weakly(self.report), self.run_path)
                 self._publisher.put([self._layout])
             if wants_readings(destination):
                 self._worker.command({"do": "wants_readings"})
             self._publisher.add(destination)
-
-    def _make_publisher(self, destinations: Sequence[Destination], path: Path) -> Publisher:
-        quiet = self.config.quiet
-        return Publisher(destinations, _weakly(self.report), path, lambda line: print_line(line, quiet))
 
     def record(self, action: Action) -> None:
         """Keep what was done with the run."""
@@ -624,7 +620,7 @@ class Monitor:
         as_process = start.leads and config.worker_kind() == "process"
         here = self._worker.open(setup, journal_bytes, as_process=as_process)
         if here:
-            self._publisher = self._make_publisher(here, setup.path)
+            self._publisher = Publisher(here, _weakly(self.report), setup.path)
 
     def _describe(self) -> dict[str, Any]:
         """Returns the metadata of the run."""

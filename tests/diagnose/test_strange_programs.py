@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -303,6 +304,70 @@ def test_a_broken_batch_is_told_from_a_model_that_overflows(tmp_path: Path, brok
                 f"contain 1 NaN or infinite value, first in sample 3, column {0 if is_image else 5}"
                 in run.verdict.headline
             )
+
+
+@pytest.mark.parametrize(
+    ("shape", "layer", "broken", "said"),
+    [
+        ((32, 6, 20), "nn.Conv1d(6, 1, 20)", "x[3, 2, 17]", "1 NaN or infinite value, first in sample 3, column 2"),
+        ((32, 6, 2, 2, 2), "nn.Conv3d(6, 1, 2)", "x[4, 2, 1, 0, 0]", "first in sample 4, column 2"),
+        ((32, 10, 8), "nn.Linear(8, 1)", "x[3, 5, 2]", "1 NaN or infinite value, first in column 2"),
+        ((1, 8), "nn.Linear(8, 1)", "x[0, 2]", "1 NaN or infinite value, first in sample 0, column 2"),
+    ],
+    ids=lambda value: str(value).split("(")[0],
+)
+def test_the_first_broken_value_is_located(
+    tmp_path: Path, shape: tuple[int, ...], layer: str, broken: str, said: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent(f"""
+        import math, torch
+        from torch import nn
+        torch.manual_seed(0)
+        model = {layer}
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(60):
+            x = torch.randn{shape}
+            y = torch.randn(model(x).shape)
+            if step == 43:
+                {broken} = math.nan
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+        """)
+    )
+    assert "bad_inputs" in ran(tmp_path, script)
+    with gv.open_run(tmp_path / "run") as run:
+        assert said in run.verdict.headline
+        assert "Some samples" in str(run.verdict.cause)
+
+
+def test_a_broken_batch_under_checkpointing_is_not_inspected(tmp_path: Path) -> None:
+    """Reading what a checkpoint saved would run its forward pass again, with other random numbers."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        textwrap.dedent("""
+        import math, torch
+        from torch import nn
+        from torch.utils.checkpoint import checkpoint
+        torch.manual_seed(0)
+        first, last = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), nn.Linear(8, 1)
+        optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=0.01)
+        for step in range(60):
+            x = torch.full((4, 8), math.nan) if step == 43 else torch.ones(4, 8)
+            loss = last(checkpoint(first, x, use_reentrant=False, preserve_rng_state=False)).square().mean()
+            loss.backward()
+            if step != 43:
+                optimizer.step()
+            optimizer.zero_grad()
+        print("END", float(torch.rand(())), float(last.weight.sum()))
+        """)
+    )
+    bare = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    watched = [sys.executable, "-m", "gradvitals", "run", "--quiet", "--out", tmp_path / "run", script]
+    assert "END" in bare
+    assert subprocess.run(watched, capture_output=True, text=True, check=True).stdout == bare
 
 
 def test_a_forward_pass_that_fails_on_good_data_is_told_from_a_broken_batch(tmp_path: Path) -> None:

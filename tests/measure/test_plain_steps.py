@@ -111,6 +111,22 @@ def thawing(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimi
         optimizer.step()
 
 
+def growing(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
+    """A layer is added to the optimizer, and has gradients only later."""
+    added = nn.Linear(12, 4, bias=False)
+    model.add_module("added", added)
+    model.forward = lambda x: model[2](model[1](model[0](x))) + (added(x) if use else 0)  # type: ignore[method-assign]
+    for step in range(STEPS):
+        use = step > 130
+        if step == 70:
+            optimizer.add_param_group({"params": added.parameters()})
+        optimizer.zero_grad()
+        found = loss()
+        found.backward()
+        monitor.observe(found)
+        optimizer.step()
+
+
 def whole_rate(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any) -> None:
     optimizer.param_groups[0]["lr"] = 1
     ordinary(monitor, model, optimizer, loss)
@@ -118,7 +134,7 @@ def whole_rate(monitor: gv.Monitor, model: nn.Module, optimizer: torch.optim.Opt
 
 @pytest.mark.parametrize(
     "loop",
-    [ordinary, clipping, accumulating, silent, changing, thawing, whole_rate],
+    [ordinary, clipping, accumulating, silent, changing, thawing, growing, whole_rate],
     ids=lambda loop: loop.__name__,
 )
 def test_plain_steps_say_what_detailed_steps_say(tmp_path: Path, loop: Loop) -> None:
@@ -205,3 +221,29 @@ def test_a_loss_counts_once_if_norms_cannot_be_read_as_in_a_plain_step(tmp_path:
             losses.append(loss.item())
     with gv.open_run(tmp_path / "run") as run:
         np.testing.assert_allclose(run.series("loss")[1], losses, rtol=1e-5)
+
+
+def test_experts_that_take_turns_keep_their_own_norms(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    norms = []
+    config = gv.Config(quiet=True, worker="thread", overhead_budget=1)
+    with gv.watch(model, optimizer, run=tmp_path / "run", config=config) as monitor:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            expert = model[1 + step // 7 % 2]
+            loss = model[3](expert(model[0](torch.randn(8, 4)))).square().mean()
+            loss.backward()
+            monitor.observe(loss)
+            norms.append(float(expert.weight.grad.norm()))  # type: ignore[arg-type, union-attr]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    with gv.open_run(monitor.run_path) as run:
+        for place in (1, 2):
+            steps, values = run.series("grad/norm", tensor=f"{place}.weight")
+            known = {step: value for step, value in zip(steps, values, strict=True) if value == value}
+            assert len(known) > 10
+            assert set(known) <= {step for step in range(STEPS) if 1 + step // 7 % 2 == place}
+            for step, value in known.items():
+                assert value == pytest.approx(norms[step], rel=1e-4)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import types
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +99,6 @@ def test_a_failing_assertion_shows_the_line_of_the_test_alone(tmp_path: Path) ->
     assert "Likely cause: " in shown
     assert "testing.py" not in shown
     assert "raise AssertionError" not in shown
-
-
-def test_a_verdict_is_true_if_the_run_is_healthy(tmp_path: Path) -> None:
-    good, bad = train(tmp_path / "good"), train(tmp_path / "bad", zero=False)
-    assert good.verdict
-    assert not bad.verdict
-    for level in ("attention", "unhealthy"):
-        assert not replace(good.verdict, level=level)  # type: ignore[arg-type]
 
 
 def test_a_folder_stands_for_the_run_that_was_to_be_kept_there(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gradvitals.errors import RunError, RunFormatError
 from gradvitals.report.listing import find_runs
-from gradvitals.store import RunWriter, UnknownNameError, free_run_path, min_max_buckets, open_run, schema
+from gradvitals.store import RunWriter, UnknownNameError, free_run_path, min_max_buckets, open_run, opening, schema
 from gradvitals.types import Action, Finding, Layout, Reading
 
 
@@ -247,6 +247,22 @@ def test_a_run_is_listed_from_its_first_moment_to_after_its_last(tmp_path):
             done.set()
         looking.result()
     assert all(before <= after for before, after in itertools.pairwise(seen))
+
+
+def test_a_writer_that_fails_after_it_made_the_tables_can_be_opened_again(tmp_path, monkeypatch):
+    def fail(*_):
+        raise sqlite3.OperationalError("database is locked")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "set_journal", fail)
+        with pytest.raises(sqlite3.OperationalError):
+            RunWriter(tmp_path / "run", meta={}, run_id="ours")
+    with pytest.raises(RunError, match="there is a run"):
+        RunWriter(tmp_path / "run", meta={}, run_id="another")
+    with RunWriter(tmp_path / "run", meta={}, run_id="ours") as writer:
+        writer.write(Reading(step=1, time=0.0))
+    with open_run(tmp_path / "run") as run:
+        assert (run.last_step, len(run.segments)) == (1, 1)
 
 
 def test_free_run_path_counts_up(tmp_path):

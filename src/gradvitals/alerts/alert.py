@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -92,8 +92,6 @@ class Alert:
     lasting: ClassVar[bool] = True
     in_worker: bool = False
     """Whether it can run in the worker process; see `gradvitals.sinks.Sink`."""
-    on_retry: Callable[[str], None] | None = None
-    """Set while a run uses it: prints a line. `send` calls it if its first attempt failed and it will try again."""
 
     def __init__(
         self, *, severity: Severity = "warning", every: float = 600.0, per_hour: int = 20, send_resolved: bool = True

@@ -81,8 +81,6 @@ class Webhook(Alert):
                 return
             if wait is None or left == 0:
                 raise AlertError(f"{self._place} {problem}")
-            if left == self._retries and self.on_retry is not None:
-                self.on_retry(f"{self.name} {problem}; trying again")
             time.sleep(max(delay, min(wait, LONGEST_WAIT)))
             delay *= 4
 

@@ -132,24 +132,20 @@ class Inspection:
     @torch.no_grad()
     def look_at_broken(self, loss: Tensor) -> None:
         """Count the broken values in the batch of a loss that is not finite, before backward frees its graph."""
+        if self._has_hooks or is_compiled() or loss.grad_fn is None:  # reading what a checkpoint saved runs its forward
+            return
         graph = Graph(loss.grad_fn, {id(parameter): row for row, parameter in enumerate(self._table.parameters)})
         entry = next((layer for layer in reversed(graph.layers) if feeds_data(layer)), None) if graph.is_ours else None
         if entry is None:
             return
-        data = None if is_op(entry, LOOKUPS) else saved(entry, "mat1", "input", "self")
-        if data is None:
-            pass
-        elif not (broken := ~data.isfinite()).any():
-            self._write({"input/nonfinite": 0.0})
-        else:
-            columns = _columns(broken)
-            found = {"input/nonfinite": broken.sum(), "input/nonfinite_columns": columns.all(0).sum()}
-            found["input/broken_sample"] = broken.flatten(1).any(1).int().argmax()
-            found["input/broken_column"] = columns.any(0).int().argmax()
-            self._write({**found, "input/columns": float(columns.shape[1])})
-        targets = Head(graph).targets
-        if targets is not None and (broken := ~targets.isfinite()).any():
+        head = Head(graph)
+        if (targets := head.targets) is not None and (broken := ~targets.isfinite()).any():
             self._write({"target/nonfinite": broken.sum()})
+        data = None if is_op(entry, LOOKUPS) else saved(entry, "mat1", "input", "self")
+        if data is not None:
+            wanted = head.labels if targets is None else targets
+            batch = len(wanted) if wanted is not None and wanted.dim() else 0
+            self._write(_broken_numbers(data, is_image=_is_image(entry, data), batch=batch))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what is known of the targets so far."""
@@ -458,7 +454,7 @@ def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
         return found
     data = saved(layer, "mat1", "input", "self")
     assert data is not None
-    is_image = data.dim() == 4 or is_op(layer, ("ConvolutionBackward",))
+    is_image = _is_image(layer, data)
     values = sampled(_columns(data[:64] if is_image and data.dim() > 2 else data, is_image=is_image)).float()
     finite = values.isfinite()
     clean = torch.where(finite, values, 0.0)
@@ -486,10 +482,26 @@ def _input_numbers(layer: Any) -> dict[str, Tensor | float]:
     return found
 
 
-def _columns(data: Tensor, *, is_image: bool | None = None) -> Tensor:
+def _broken_numbers(data: Tensor, *, is_image: bool, batch: int) -> dict[str, Tensor | float]:
+    """Returns how many values of a batch are NaN or infinite, and where the first of them is."""
+    columns = _columns(~data.isfinite(), is_image=is_image)
+    found: dict[str, Tensor | float] = {"input/nonfinite": columns.sum(), "input/columns": float(columns.shape[1])}
+    if columns.any():
+        found["input/broken_column"] = columns.any(0).int().argmax()
+        if len(columns) > 1:
+            found["input/nonfinite_columns"] = columns.all(0).sum()
+        if len(data) == batch:  # else the rows are not samples: those of a sequence are its steps
+            found["input/broken_sample"] = (~data.isfinite()).flatten(1).any(1).int().argmax()
+    return found
+
+
+def _is_image(layer: Any, data: Tensor) -> bool:
+    """Whether the second dimension of what a layer is fed are channels."""
+    return data.dim() == 4 or is_op(layer, ("ConvolutionBackward",))
+
+
+def _columns(data: Tensor, *, is_image: bool) -> Tensor:
     """Returns data as a matrix with one column per feature, or per channel of images."""
-    if is_image is None:
-        is_image = data.dim() == 4
     if not is_image:
         return data.reshape(-1, data.shape[-1])
     return data.transpose(0, 1).reshape(data.shape[1], -1).T if data.dim() > 2 else data

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, cast
 
 import numpy as np
@@ -47,9 +48,9 @@ from gradvitals.distributed.topology import Topology
 from gradvitals.types import Finding
 from gradvitals.worker.record import ALTERNATING, Context, Part, StepRecord
 
-MAX_METRICS, MAX_SCHEDULERS = 1000, 16
 MAX_BROKEN = 20
 """Batches with a loss that is not finite that are inspected."""
+MAX_METRICS, MAX_SCHEDULERS = 1000, 16
 """Calls of a scheduler, and schedulers, that are remembered."""
 FEWEST_STEPS = 20
 """Steps after which the script is known to train, not only to be tried out."""
@@ -171,6 +172,7 @@ class StepRecorder:
         hooks.attach(self)
 
     def _assign_rows(self) -> None:
+        self._plain_steps = None
         for state, rows in zip(self.optimizers, self.table.by_optimizer(), strict=True):
             state.assign(rows)
 
@@ -287,7 +289,6 @@ class StepRecorder:
         if (
             state._dense is None
             or len(state.held) != len(state.parameters)
-            or not self._has_same_gradients(state)
             or state.scaler is not None
             or state.clips_by_hand
             or state.vitals.available
@@ -301,31 +302,25 @@ class StepRecorder:
             or _plain_lr(state.optimizer.param_groups[0].get("lr")) is None
         ):
             return False
+        parameters = self.table.parameters
+        present = [row for row in state.held if parameters[row].grad is not None] or state.held
+        if present != self._present:  # plain steps begin only once the same parameters have gradients again
+            self._present, self._plain_steps = present, None
+            return False
         rows = self._clip_order if state.expects_clip and self._clip_order else self._present
-        if len(rows) != len(self._present):
+        if len(rows) != len(present) or set(rows) != set(present):
             return False
         if self._plain_steps is None or rows is not self._plain_steps.rows:
-            parameters = [self.table.parameters[row] for row in rows]
-            absent = [self.table.parameters[row] for row in sorted(state.row_set.difference(rows))]
+            own = [parameters[row] for row in rows]
+            absent = [parameters[row] for row in sorted(state.row_set.difference(rows))]
             queue: HostQueue | DeviceQueue
             if self._on_host:
                 queue = HostQueue(rows, self._write_plain)
             else:
-                queue = DeviceQueue(rows, parameters[0].device)
+                queue = DeviceQueue(rows, own[0].device)
                 self.transfer.use(queue)
-            self._plain_steps = PlainRecorder(
-                queue, rows, parameters, absent, state.backward, adds_up=self._losses_add_up
-            )
+            self._plain_steps = PlainRecorder(queue, rows, own, absent, state.backward, adds_up=self._losses_add_up)
         return True
-
-    def _has_same_gradients(self, state: OptimizerState) -> bool:
-        """Whether the same parameters have gradients as when this was last asked."""
-        parameters = self.table.parameters
-        present = [row for row in state.held if parameters[row].grad is not None] or state.held
-        if present == self._present:
-            return True
-        self._present = present
-        return False
 
     def _begin_plain(self, seconds: float) -> None:
         """Start the coming steps as plain ones, up to the first at which anything else is due, or for about a second.
@@ -559,15 +554,16 @@ class StepRecorder:
 
     def check_loss(self, loss: Any) -> None:
         """Inspect the batch of a loss that is not finite. Called before its backward pass; waits for no device."""
-        inspection = self._inspection
-        if inspection is None or inspection.is_armed or self.guarded or type(loss) is not Tensor:
+        if self._inspection is not None and not self.guarded and isinstance(loss, Tensor) and loss.is_cpu:
+            self.safe("inspection of a broken batch", self._check_loss, self._inspection, loss)
+
+    def _check_loss(self, inspection: Inspection, loss: Tensor) -> None:
+        if inspection.is_armed or loss.numel() != 1 or not loss.is_floating_point() or math.isfinite(loss.item()):
             return
-        if not loss.is_cpu or loss.numel() != 1 or not loss.is_floating_point() or self._broken_losses == MAX_BROKEN:
-            return
-        if not math.isfinite(loss.item()):
+        if self._broken_losses < MAX_BROKEN:
             self._broken_losses += 1
-            self.safe("leave", self._leave_plain)
-            self.safe("inspection of a broken batch", inspection.look_at_broken, loss)
+            self._leave_plain()
+            inspection.look_at_broken(loss)
 
     def correct_observed(self, factor: float, samples: float | None) -> None:
         """Multiply the loss that was observed last, and set its batch size."""
@@ -630,12 +626,13 @@ class StepRecorder:
         """Returns the row of each gradient, -1 for other models. Usually their order is the same each time."""
         parameters, order = self.table.parameters, self._clip_order
         if order and len(grads) == len(order):
-            if not self.draft.due.full:
+            # With gradients for all parameters, three that fit show that the order is the same.
+            if not self.draft.due.full and len(order) == len(parameters):
                 middle = len(order) // 2
                 first, last = parameters[order[0]].grad, parameters[order[-1]].grad
                 if grads[0] is first and grads[-1] is last and grads[middle] is parameters[order[middle]].grad:
                     return order
-            elif all(grad is parameters[row].grad for grad, row in zip(grads, order, strict=True)):
+            elif all(map(is_, grads, [parameters[row].grad for row in order])):
                 return order
         row_of = {id(parameter.grad): row for row, parameter in enumerate(parameters)}
         rows = [row_of.get(id(grad), -1) for grad in grads]
@@ -957,7 +954,11 @@ class StepRecorder:
 
 def _plain_lr(lr: Any) -> float | None:
     """Returns a learning rate as a plain step keeps it, NaN for none; None if it is in a tensor."""
-    return None if isinstance(lr, Tensor) else math.nan if lr is None else float(lr)
+    if lr is None:
+        return math.nan
+    if isinstance(lr, Tensor):
+        return None
+    return float(lr)
 
 
 def missing_sources(

@@ -137,8 +137,6 @@ class RankedFinding:
 class Verdict:
     """How a run is, in one word and in one line. Prints itself, and displays itself in a notebook.
 
-    It is true if the level is healthy: ``if not run.verdict: ...``.
-
     Example:
         >>> run = gv.open_run("runs/gpt")  # doctest: +SKIP
         >>> run.verdict.level, run.verdict.fix  # doctest: +SKIP
@@ -258,9 +256,6 @@ class Verdict:
     def __str__(self) -> str:
         remedy = (f"{label}: {text}" for label, text in self.remedy.items())
         return "\n".join(map(clean, filter(None, (self.headline, *remedy, self.counted))))
-
-    def __bool__(self) -> bool:
-        return self.level == "healthy"
 
     def __repr__(self) -> str:
         return f"<Verdict {clean(self.headline)}>"

@@ -133,6 +133,9 @@ class RunWriter:
             if found != self.run_id:
                 raise RunError(f"{self.path} holds another run now")
             return
+        if not resume and found == self.run_id:  # we made the tables, and then an error came between
+            self._segment = self._db.execute("SELECT max(id) FROM segment").fetchone()[0]
+            return
         if not resume:
             raise RunError(f"there is a run in {self.path.parent} already; resume it or write to another folder")
         query = "SELECT pid, hostname, heartbeat FROM segment WHERE finished_at IS NULL ORDER BY id DESC LIMIT 1"

@@ -52,7 +52,8 @@ class RunIndex:
             for file in find_runs(folder):
                 is_folder = file.path.parent == folder
                 name = file.name if place == 0 or is_folder else f"{folder.name}/{file.name}"
-                yield file if place == 0 else RunFile(f"{place}-{file.id}", name, file.path)
+                run_id = file.id if len(self.folders) == 1 else f"{folder.name}-{file.id}"
+                yield RunFile(run_id, name, file.path)
 
     def file(self, run_id: str) -> RunFile:
         """Returns the run with this id.

@@ -145,17 +145,10 @@ class Outlet:
     Args:
         target: The destination.
         on_failure: Called with the first error. The target then gets nothing more, unless it is ``lasting``.
-        say: Called with a line to print if an alert could not deliver its first message at once, and tries again.
     """
 
-    def __init__(
-        self,
-        target: Destination,
-        on_failure: Callable[[Outlet, BaseException], None],
-        say: Callable[[str], None],
-    ) -> None:
+    def __init__(self, target: Destination, on_failure: Callable[[Outlet, BaseException], None]) -> None:
         self.target = target
-        self._say = say
         self.name = str(getattr(target, "name", type(target).__name__))
         """Its name in findings."""
         self.dropped = 0
@@ -169,7 +162,7 @@ class Outlet:
         self._queue: deque[Sequence[Record]] = deque()
         self._waiting = 0
         self._changed = threading.Condition()
-        self._closing = self._over = self._failed = self._retried = False
+        self._closing = self._over = self._failed = False
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
 
@@ -227,22 +220,6 @@ class Outlet:
             self._on_failure(self, error)
 
     def _run(self) -> None:
-        retries = hasattr(self.target, "on_retry")
-        if retries:
-            self.target.on_retry = self._on_retry  # type: ignore[attr-defined]
-        try:
-            self._work()
-        finally:
-            if retries:
-                self.target.on_retry = None  # type: ignore[attr-defined]  # it may be sent to the worker of another run
-
-    def _on_retry(self, line: str) -> None:
-        """Print that the first message could not be delivered at once."""
-        if not self._retried:
-            self._retried = True
-            self._say(line)
-
-    def _work(self) -> None:
         while not self._over:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._closing)
@@ -305,18 +282,10 @@ class Publisher:
         destinations: The sinks and alerts.
         report: Called with a finding if a destination fails or falls behind.
         run: Folder of the run.
-        say: Called with a line to print while training runs.
     """
 
-    def __init__(
-        self,
-        destinations: Iterable[Destination],
-        report: Callable[[Finding], None],
-        run: Path,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
+    def __init__(self, destinations: Iterable[Destination], report: Callable[[Finding], None], run: Path) -> None:
         self._report = report
-        self._say = say
         self._run = run
         self._outlets: list[Outlet] = []
         self._step = 0
@@ -330,7 +299,7 @@ class Publisher:
         """Add a destination."""
         if self._closed:
             return
-        outlet = Outlet(destination, self._on_failure, self._say)
+        outlet = Outlet(destination, self._on_failure)
         twins = sum(other.name.startswith(outlet.name) for other in self._outlets)
         outlet.name += f" {twins + 1}" if twins else ""
         self._outlets = [*self._outlets, outlet]  # a new list: another thread may be iterating over the old one

@@ -240,7 +240,7 @@ class Worker:
         self._seen_errors: set[tuple[str, type[Exception], str]] = set()
         self._step = setup.first_step
         self.store = _Store(setup, self._on_store_error) if setup.keeps else None
-        self._publisher = Publisher((), self.report, setup.path, lambda line: print_line(line, self._config.quiet))
+        self._publisher = Publisher((), self.report, setup.path)
         for destination in setup.destinations:
             self._publisher.add(destination)
         if setup.state:

@@ -126,9 +126,9 @@ class BadInputs(SetupRule):
         part = "inputs" if inputs else "targets"
         noun = "value" if seen["count"] == 1 else "values"
         what = f"The {part} of the batch of step {step.number:,} contain {seen['count']:,} NaN or infinite {noun}"
-        if "input/broken_sample" in values:
-            sample, column = (int(values[f"input/broken_{name}"]) for name in ("sample", "column"))
-            what += f", first in sample {sample}, column {column}"
+        known = [name for name in ("sample", "column") if f"input/broken_{name}" in values]
+        place = ", ".join(f"{name} {int(values[f'input/broken_{name}'])}" for name in known)
+        what += f", first in {place}" if place else ""
         return Observation(
             severity="critical" if step.was_taken or step.number < self.FIRST_STEPS else "warning",
             seen=seen,

@@ -292,7 +292,8 @@ class SampleCount:
     def _before(self, module: nn.Module, args: Any) -> None:
         self._depth += id(module) in self._parts
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        kwargs, output = rest if len(rest) == 2 else ({}, rest[0])  # torch leaves `kwargs` out if the call raised
         if id(module) not in self._parts:
             return
         self._depth -= 1
