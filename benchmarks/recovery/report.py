@@ -125,7 +125,7 @@ def draw_figure(results: Sequence[Result], path: Path) -> None:
     reference, cells = references(results), [one for one in in_table(results) if one.cell.fault != CLEAN]
     panels = []
     for model in dict.fromkeys(one.cell.model for one in cells):
-        panel = Panel(title=model, x_name="runs with a fault (%)", y_name="loss, x clean", y_log=True, y_marks=(CLOSE,))
+        panel = Panel(title=model, x_name="runs with a fault (%)", y_name="loss, x clean", y_marks=(CLOSE,))
         for color, arm in enumerate(_arms(cells)):
             some = [one for one in cells if (one.cell.model, one.cell.arm) == (model, arm)]
             ratios = sorted(bounded_ratio(one, reference) for one in some)
