@@ -276,7 +276,9 @@ def ran(folder: Path, script: Path, *, notes: bool = False) -> set[str]:
 
 @pytest.mark.parametrize("broken", ["x[3, 5] = math.nan", "x[:, 1] = math.inf", "y[7] = math.nan"])
 @pytest.mark.parametrize("is_image", [False, True])
-def test_a_broken_batch_is_told_from_a_model_that_overflows(tmp_path: Path, broken: str, is_image: bool) -> None:
+def test_a_broken_batch_is_distinguished_from_a_model_that_overflows(
+    tmp_path: Path, broken: str, is_image: bool
+) -> None:
     layers = "nn.Unflatten(1, (2, 2, 4)), nn.Conv2d(2, 4, 2), nn.Flatten(), nn.Linear(12, 1)"
     script = tmp_path / "train.py"
     script.write_text(
@@ -370,7 +372,7 @@ def test_a_broken_batch_under_checkpointing_is_not_inspected(tmp_path: Path) -> 
     assert subprocess.run(watched, capture_output=True, text=True, check=True).stdout == bare
 
 
-def test_a_forward_pass_that_fails_on_good_data_is_told_from_a_broken_batch(tmp_path: Path) -> None:
+def test_a_forward_pass_that_fails_on_good_data_is_distinguished_from_a_broken_batch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         textwrap.dedent("""

@@ -225,7 +225,7 @@ def test_a_loss_counts_once_if_norms_cannot_be_read_as_in_a_plain_step(tmp_path:
 
 def test_experts_that_take_turns_keep_their_own_norms(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+    model = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     norms, totals = [], []
     config = gv.Config(quiet=True, worker="thread", overhead_budget=1)
@@ -233,7 +233,8 @@ def test_experts_that_take_turns_keep_their_own_norms(tmp_path: Path) -> None:
         for step in range(STEPS):
             optimizer.zero_grad()
             expert = model[1 + step // 7 % 2]
-            loss = model[3](expert(model[0](torch.randn(8, 4)))).square().mean()
+            x = expert(model[0](torch.randn(8, 4)))
+            loss = model[5](model[4](model[3](x))).square().mean()
             loss.backward()
             monitor.observe(loss)
             norms.append(float(expert.weight.grad.norm()))  # type: ignore[arg-type, union-attr]

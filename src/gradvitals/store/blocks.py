@@ -149,7 +149,7 @@ def load_layout(layers: str, heads: str, details: str) -> Layout:
 
 
 def finding_key(finding: Finding) -> str:
-    """Returns the identity of a finding over time: id, rank, first step, and its subject."""
+    """Returns what identifies a finding over time: its id, rank, first step and subject."""
     identity = dump_json([finding.id, finding.rank, finding.first_step, finding.evidence.get("about")])
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
